@@ -1,0 +1,34 @@
+"""chunkwise: one chunkwise pipeline for linear attention and its relatives.
+
+Every operator is a name of this module (``chunkwise.gla``, ``chunkwise.chunk_gla``, ...), found on its page in
+``chunkwise.ops`` at first use: importing the package needs torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_ELSEWHERE = {"all_ops": "spec", "Gate": "spec", "Rule": "spec", "explain": "engine.dispatch"}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+    if not name.startswith("_"):
+        from .spec import public_functions
+
+        found = public_functions()
+        if name in found:
+            globals()[name] = found[name]
+            return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from .spec import public_functions
+
+    return sorted({*globals(), *_ELSEWHERE, *public_functions()})

@@ -1,0 +1,35 @@
+"""Random inputs with the statistics that real layers produce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def normal(*shape: int, **kw: Any) -> Tensor:
+    """Standard normal entries."""
+    return torch.randn(*shape, **kw)
+
+
+def unit(*shape: int, **kw: Any) -> Tensor:
+    """Directions: vectors of length one along the last axis (the delta rules' keys)."""
+    return F.normalize(torch.randn(*shape, **kw), dim=-1)
+
+
+def log_decay(*shape: int, **kw: Any) -> Tensor:
+    """Natural logarithms of forget gates: logsigmoid of a standard normal, so about -0.8 on average."""
+    return F.logsigmoid(torch.randn(*shape, **kw))
+
+
+def write_strength(*shape: int, **kw: Any) -> Tensor:
+    """Numbers in (0, 1): how much of a token is written."""
+    return torch.rand(*shape, **kw)
+
+
+def offsets(T: int, N: int, generator: torch.Generator | None = None) -> Tensor:
+    """cu_seqlens [N+1] (int32) of N packed sequences of random, possibly zero, lengths that add up to T."""
+    cuts = torch.randint(0, T + 1, (N - 1,), generator=generator).sort().values
+    return torch.cat((torch.zeros(1), cuts, torch.full((1,), T))).to(torch.int32)

@@ -1,0 +1,224 @@
+"""Decayed products inside a chunk, for every kind of gate, with no exponent ever above zero.
+
+With G the log decay cumulated over the chunk's tokens (inclusive), a reader x at row i and a writer y at row j <= i meet as
+
+    scores   M_ij = sum_k x_ik y_jk e^(G_ik - G_jk)
+    rows     x_i  = sum_j M_ij y_j e^(G_i - G_j)         (the gradient of `scores` for x)
+    cols     y_j  = sum_i M_ij x_i e^(G_i - G_j)         (the gradient of `scores` for y)
+    start    x_i e^(G_i)             the reader meets the state at the chunk's start
+    end      y_j e^(G_C - G_j)       the writer as the state at the chunk's end sees it
+    total    e^(G_C)  [S, H, n, D or 1]  what the whole chunk forgets
+
+`before`: the reader reads before its own token forgets, G_(i-1) in G_i's place; only rows j < i are met then.
+A difference of prefix sums must not lose small decays behind a huge one: see `Cumulated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+FLOOR = {torch.float32: -104.0, torch.float64: -746.0}  # exp of it is 0: a gate below forgets everything, -inf and -1e4 too
+GRAIN = 16  # the coarse part of a log decay is a multiple of 1 / GRAIN
+LEAF = 4  # per-channel gates: blocks of so many rows are taken pairwise
+
+
+class Cumulated:
+    """Prefix sums of log decays along an axis whose differences are as good as sums of their own.
+
+    Every log decay is a coarse part, a multiple of 1 / GRAIN whose sums are exact, and a fine part below 1 / GRAIN whose sums stay
+    small: the error of a difference is that of its fine part, however far both sums have fallen.
+    """
+
+    def __init__(self, coarse: Tensor, fine: Tensor):
+        self.coarse, self.fine = coarse, fine
+
+    @classmethod
+    def of(cls, g: Tensor, dim: int) -> tuple[Cumulated, Cumulated]:
+        """Inclusive and exclusive prefix sums of g, at most 0, of dtype float32 or float64."""
+        g = g.clamp(min=FLOOR[g.dtype])
+        coarse = (g * GRAIN).round_().div_(GRAIN)
+        fine = g - coarse
+        total = cls(coarse.cumsum(dim), fine.cumsum(dim))
+        return total, cls(total.coarse - coarse, total.fine - fine)
+
+    def __getitem__(self, at: object) -> Cumulated:
+        return Cumulated(self.coarse[at], self.fine[at])  # type: ignore[index]
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Cumulated:
+        return Cumulated(self.coarse.unflatten(dim, sizes), self.fine.unflatten(dim, sizes))
+
+    def __sub__(self, other: Cumulated) -> Tensor:
+        return (self.coarse - other.coarse).add_(self.fine - other.fine)
+
+    def exp(self) -> Tensor:
+        return (self.coarse + self.fine).exp_()
+
+
+def _mask(M: Tensor, strict: bool) -> Tensor:
+    return M.tril_(-1 if strict else 0)
+
+
+class Decay(Protocol):
+    """What the pipeline asks of a gate; x, y: [S, H, n, C, D]; M: [S, H, n, C, C], zero above the diagonal."""
+
+    def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor: ...
+    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor: ...
+    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor: ...
+    def start(self, x: Tensor, before: bool = False) -> Tensor: ...
+    def end(self, y: Tensor) -> Tensor: ...
+    def total(self) -> Tensor | None: ...
+
+
+class NoDecay:
+    """Nothing is forgotten."""
+
+    def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
+        return _mask(x @ y.mT, strict)
+
+    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
+        return M @ y
+
+    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
+        return M.mT @ x
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x
+
+    def end(self, y: Tensor) -> Tensor:
+        return y
+
+    def total(self) -> Tensor | None:
+        return None
+
+
+class ScalarDecay:
+    """One number per token and head. g: [S, H, n, C], at most 0. Products are undecayed matrix products times Gamma_ij = e^(G_i - G_j)."""
+
+    def __init__(self, g: Tensor):
+        self.G, self.G_before = Cumulated.of(g, -1)
+        self._gamma: dict[bool, Tensor] = {}
+
+    def gamma(self, before: bool) -> Tensor:
+        """[S, H, n, C, C]; zero where the reader does not meet the writer."""
+        if before not in self._gamma:
+            G = self.G_before if before else self.G
+            pairs = (G[..., :, None] - self.G[..., None, :]).clamp_(max=0)
+            self._gamma[before] = _mask(pairs.exp_(), before)
+        return self._gamma[before]
+
+    def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
+        return _mask((x @ y.mT) * self.gamma(before), strict)
+
+    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
+        return (M * self.gamma(before)) @ y
+
+    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
+        return (M * self.gamma(before)).mT @ x
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x * (self.G_before if before else self.G).exp()[..., None]
+
+    def end(self, y: Tensor) -> Tensor:
+        return y * (self.G[..., -1:] - self.G).exp_()[..., None]
+
+    def total(self) -> Tensor | None:
+        return self.G[..., -1:].exp()
+
+
+class ChannelDecay:
+    """One number per token, head and channel. g: [S, H, n, C, D], at most 0.
+
+    Secondary chunking by halves: at level s the rows of every second block of s rows meet the columns of the block before it, both
+    anchored at that block's last G, so both exponents are at most 0 and the block is one matrix product; blocks of LEAF rows go pairwise.
+    A token is either a row or a column of a level, so a level costs one exponential a channel.
+    """
+
+    def __init__(self, g: Tensor):
+        self.G, self.G_before = Cumulated.of(g, -2)
+        self.C = g.shape[-2]
+        self._factors: dict[bool, list[tuple[int, Tensor, Tensor]]] = {}
+        self._leaves: dict[bool, list[Tensor]] = {}
+
+    def _levels(self, before: bool) -> list[tuple[int, Tensor, Tensor]]:
+        """(s, row factors, column factors), each [S, H, n, C / 2s, s, D]."""
+        if before not in self._factors:
+            self._factors[before] = list(self._make_levels(before))
+        return self._factors[before]
+
+    def _make_levels(self, before: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+        s = LEAF
+        while s < self.C:
+            G = self.G.unflatten(-2, (-1, 2, s))  # [..., C / 2s, 2, s, D]
+            rows = (self.G_before if before else self.G).unflatten(-2, (-1, 2, s))[..., 1, :, :]
+            anchor = G[..., 0, -1:, :]
+            yield s, (rows - anchor).exp_(), (anchor - G[..., 0, :, :]).exp_()
+            s *= 2
+
+    def _pairs(self, before: bool) -> list[Tensor]:
+        """For each distance d < LEAF inside a leaf: e^(G_i - G_(i-d)), [S, H, n, C / LEAF, LEAF - d, D]."""
+        if before not in self._leaves:
+            G = self.G.unflatten(-2, (-1, min(LEAF, self.C)))
+            R = self.G_before.unflatten(-2, (-1, min(LEAF, self.C))) if before else G
+            size = G.fine.shape[-2]
+            self._leaves[before] = [(R[..., d:, :] - G[..., : size - d, :]).clamp_(max=0).exp_() for d in range(size)]
+        return self._leaves[before]
+
+    def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
+        strict = strict or before
+        shape = torch.broadcast_shapes(x.shape, y.shape, self.G.fine.shape)
+        M = x.new_zeros(*shape[:-2], self.C, self.C)
+        for s, row, col in self._levels(before):
+            xs, ys = x.unflatten(-2, (-1, 2, s)), y.unflatten(-2, (-1, 2, s))
+            blocks = (xs[..., 1, :, :] * row) @ (ys[..., 0, :, :] * col).mT  # [..., C / 2s, s, s]
+            grid = M.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))  # [..., C/2s, 2, s, C/2s, 2, s]
+            grid[..., 1, :, :, 0, :].diagonal(0, -4, -2).copy_(blocks.movedim(-3, -1))
+        leaf = min(LEAF, self.C)
+        xs, ys = x.unflatten(-2, (-1, leaf)), y.unflatten(-2, (-1, leaf))
+        leaves = M.unflatten(-1, (-1, leaf)).unflatten(-3, (-1, leaf)).diagonal(0, -4, -2)  # [..., leaf, leaf, C / leaf]
+        for d, pair in enumerate(self._pairs(before)):
+            if d or not strict:
+                met = (xs[..., d:, :] * ys[..., : leaf - d, :] * pair if d or before else xs * ys).sum(-1)  # [..., C / leaf, leaf - d]
+                leaves.diagonal(-d, -3, -2).copy_(met)
+        return M
+
+    def _mix(self, M: Tensor, z: Tensor, before: bool, into_rows: bool) -> Tensor:
+        """out_i = sum_j M_ij z_j e^(..) into rows, or out_j = sum_i M_ij z_i e^(..) into columns."""
+        shape = torch.broadcast_shapes(z.shape[:-2], self.G.fine.shape[:-2], M.shape[:-2])
+        out = z.new_zeros(*shape, self.C, z.shape[-1])
+        for s, row, col in self._levels(before):
+            zs, outs = z.unflatten(-2, (-1, 2, s)), out.unflatten(-2, (-1, 2, s))
+            blocks = M.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -3)
+            if into_rows:
+                outs[..., 1, :, :] += (blocks @ (zs[..., 0, :, :] * col)) * row
+            else:
+                outs[..., 0, :, :] += (blocks.mT @ (zs[..., 1, :, :] * row)) * col
+        leaf = min(LEAF, self.C)
+        zs, outs = z.unflatten(-2, (-1, leaf)), out.unflatten(-2, (-1, leaf))
+        leaves = M.unflatten(-1, (-1, leaf)).unflatten(-3, (-1, leaf)).diagonal(0, -4, -2)
+        for d, pair in enumerate(self._pairs(before)):
+            weight = leaves.diagonal(-d, -3, -2)[..., None]  # [..., C / leaf, leaf - d, 1]
+            if d or not before:
+                if into_rows:
+                    outs[..., d:, :] += zs[..., : leaf - d, :] * pair * weight
+                else:
+                    outs[..., : leaf - d, :] += zs[..., d:, :] * pair * weight
+        return out
+
+    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
+        return self._mix(M, y, before, into_rows=True)
+
+    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
+        return self._mix(M, x, before, into_rows=False)
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x * (self.G_before if before else self.G).exp()
+
+    def end(self, y: Tensor) -> Tensor:
+        return y * (self.G[..., -1:, :] - self.G).exp_()
+
+    def total(self) -> Tensor | None:
+        return self.G[..., -1, :].exp()

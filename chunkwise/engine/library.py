@@ -1,0 +1,103 @@
+"""The library's two torch operators: chunkwise::forward and chunkwise::backward, with shapes for tracing and the gradient between them.
+
+One boundary per call: whatever plan runs inside, torch.compile sees one node. Absent tensors come back as empty ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Gate, Rule, Streams
+from .problem import Problem, problem
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
+_SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int C, float scale, str precision"
+_LIBRARY = torch.library.Library("chunkwise", "DEF")
+_LIBRARY.define(f"forward({_INPUTS}, {_SWITCHES}, bool final, bool save) -> (Tensor o, Tensor ST, Tensor saved)")
+_LIBRARY.define(
+    f"backward({_INPUTS}, {_SWITCHES}, Tensor saved, Tensor do, Tensor? dST) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor da, Tensor db, Tensor de, Tensor du, Tensor dS0)"
+)
+STREAMS = len(Streams._fields)
+
+
+def _call(
+    streams: tuple[Any, ...],
+    cu: Tensor | None,
+    cu_cpu: Tensor | None,
+    gate: str,
+    rule: str,
+    plan: str,
+    C: int,
+    scale: float,
+    precision: str,
+) -> tuple[Any, Problem, Streams]:
+    from .dispatch import PLANS
+
+    x = Streams(*streams)
+    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), C=C, scale=scale, precision=precision)
+    return PLANS[plan](), p, x
+
+
+def _present(t: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if t is None else t
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *streams, S0 = args[: STREAMS + 1]
+    *switches, final, save = args[STREAMS + 1 :]
+    plan, p, x = _call(tuple(streams), *switches)
+    with torch.autocast(x.q.device.type, enabled=False):
+        o, ST, saved = plan.forward(p, x, S0, final=final, save=save)
+    return o, _present(ST, o), _present(saved, o)
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    *streams, S0 = args[: STREAMS + 1]
+    *switches, saved, do, dST = args[STREAMS + 1 :]
+    plan, p, x = _call(tuple(streams), *switches)
+    with torch.autocast(x.q.device.type, enabled=False):
+        d, dS0 = plan.backward(p, x, S0, saved if saved.numel() else None, do, dST)
+    dS0 = None if S0 is None or dS0 is None else dS0.to(S0.dtype)
+    return tuple(_present(t, do) for t in (*d, dS0))
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = Streams(*args[:STREAMS])
+    *switches, final, save = args[STREAMS + 1 :]
+    B, T, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    N = B if switches[0] is None else switches[0].shape[0] - 1
+    o = x.q.new_empty(B, T, HV, V)
+    state = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
+    keeps = save and switches[4] == "triton" and switches[3] != Rule.ADD.value
+    return o, ST, x.q.new_empty((B, T, HV, switches[5]) if keeps else (0,))
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    do = args[-2]
+    shape = [do.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in args[: STREAMS + 1]]
+    return tuple(shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *switches, ctx.final, _ = inputs[STREAMS + 1 :]
+    cu, cu_cpu, *ctx.constants = switches
+    ctx.save_for_backward(*inputs[: STREAMS + 1], cu, cu_cpu, output[2])
+
+
+def _gradient(ctx: Any, do: Tensor, dST: Tensor, _: Tensor) -> tuple[Any, ...]:
+    *inputs, saved = ctx.saved_tensors
+    d = torch.ops.chunkwise.backward(*inputs, *ctx.constants, saved, do, dST if ctx.final else None)
+    wanted = zip(d, inputs, ctx.needs_input_grad)
+    return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.constants) + 4))
+
+
+for _name, _impl, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"chunkwise::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("chunkwise::forward", _gradient, setup_context=_setup, lib=_LIBRARY)

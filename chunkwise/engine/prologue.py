@@ -1,0 +1,62 @@
+"""What layers hand over raw and an op may finish itself: q and k to be normalised, gates and write strengths to be activated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6
+
+
+def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
+    """x / sqrt(sum of squares over the last axis + eps), computed in float32 at least, in x's dtype."""
+    z = x if x.dtype == torch.float64 else x.float()
+    return (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
+    """Log decay from a raw gate g [B, T, HV] or [B, T, HV, K], in float32 (float64 if g is).
+
+    -exp(A_log) softplus(g + dt_bias), or with `lower_bound` (negative): lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+    A_log: [HV]; dt_bias: [HV] or, for gates per channel, [HV * K].
+    """
+    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
+    g = g.to(dtype)
+    A = A_log.to(dtype).exp().view(-1, *[1] * (g.ndim - 3))
+    if dt_bias is not None:
+        g = g + dt_bias.to(dtype).view(g.shape[2:])
+    return -A * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(A * g)
+
+
+def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Any]:
+    """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
+    x = dict(inputs)
+    if o["use_qk_l2norm_in_kernel"]:
+        x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
+    if o.get("use_gate_in_kernel"):
+        g, A_log, dt_bias = x["g"], o["A_log"], o["dt_bias"]
+        if g is None:
+            raise ValueError(f"{name}: use_gate_in_kernel needs g")
+        if A_log is None or A_log.numel() != g.shape[2]:
+            raise ValueError(f"{name}: A_log must be [HV] with HV={g.shape[2]}, got {None if A_log is None else list(A_log.shape)}")
+        if dt_bias is not None and dt_bias.numel() != g.shape[2:].numel():
+            axes = " * ".join(("HV", "K")[: g.ndim - 2])
+            raise ValueError(f"{name}: dt_bias must have {axes} = {g.shape[2:].numel()} entries, got {list(dt_bias.shape)}")
+        if o["lower_bound"] is not None and o["lower_bound"] >= 0:
+            raise ValueError(f"{name}: lower_bound must be negative, got {o['lower_bound']}")
+        x["g"] = activate_gate(g, A_log, dt_bias, o["lower_bound"])
+    elif any(o.get(n) is not None for n in ("A_log", "dt_bias", "lower_bound")):
+        raise ValueError(f"{name}: A_log, dt_bias and lower_bound need use_gate_in_kernel=True")
+    if o.get("use_beta_sigmoid_in_kernel"):
+        if x["beta"] is None:
+            raise ValueError(f"{name}: use_beta_sigmoid_in_kernel needs beta")
+        x["beta"] = torch.sigmoid(x["beta"].float() if x["beta"].dtype != torch.float64 else x["beta"])
+        if o["allow_neg_eigval"]:
+            x["beta"] = 2 * x["beta"]
+    elif o.get("allow_neg_eigval"):
+        raise ValueError(f"{name}: allow_neg_eigval needs use_beta_sigmoid_in_kernel=True")
+    return x

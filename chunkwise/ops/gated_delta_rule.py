@@ -1,0 +1,54 @@
+"""The gated delta rule: the state forgets, then a token replaces what is left of it for its key.
+
+    S' = exp(g_t) S_{t-1}
+    S_t = S' + beta_t k_t (v_t - S'' k_t)'      (S'' the transpose of S')
+    o_t = scale * S_t' q_t
+
+Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule. ICLR 2025.
+Keys of length at most 1 and beta in [0, 1] (or [0, 2]) keep the state bounded; with longer keys it may grow without limit.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+
+from ..draw import log_decay, unit, write_strength
+from ..recurrence import read, write
+from ..spec import Arg, Gate, GateOptions, Op, Output, Rule, Streams
+
+
+def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if g is not None:
+        S = g.exp()[..., None, None] * S
+    error = v - read(k, S)
+    S = S + write(k, error if beta is None else beta[..., None] * error)
+    return S, read(q, S)
+
+
+GATED_DELTA_RULE = Op(
+    name="gated_delta_rule", gate=Gate.SCALAR, rule=Rule.DELTA, paper="https://arxiv.org/abs/2412.06464",
+    args=dict(
+        q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), g=Arg("B T HV", log_decay, optional=True, free_dtype=True),
+        beta=Arg("B T HV", write_strength, optional=True, free_dtype=True),
+    ),
+    step=step, lower=Streams, options=GateOptions,
+)  # fmt: skip
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, **options: Unpack[GateOptions]
+) -> Output:
+    """Gated delta rule with one gate per token and head.
+
+    q, k: [B, T, H, K]; v: [B, T, HV, V] of one dtype, HV a multiple of H; g: [B, T, HV], natural log of the forget factor, at most 0
+    (None: nothing is forgotten); beta: [B, T, HV], write strength (None: 1); both of any floating dtype.
+    Options: `chunkwise.spec.GateOptions`.
+    Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
+    Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
+    """
+    return GATED_DELTA_RULE(dict(q=q, k=k, v=v, g=g, beta=beta), **options)
+
+
+chunk_gated_delta_rule, fused_chunk_gated_delta_rule, fused_recurrent_gated_delta_rule = GATED_DELTA_RULE.publish(gated_delta_rule)

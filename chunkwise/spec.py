@@ -1,0 +1,269 @@
+"""What a member of the family declares about itself, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, wraps
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from .draw import normal
+
+Output = tuple[Tensor, Tensor | None]
+
+
+class Gate(StrEnum):
+    """How the state forgets between two tokens; g is the natural logarithm of the forget factor."""
+
+    NONE = "none"  # not at all
+    HEAD = "head"  # a constant per head          g: [HV]
+    SCALAR = "scalar"  # one number per token, head   g: [B, T, HV]
+    KEY = "key"  # one number per key channel   g: [B, T, HV, K]
+    VALUE = "value"  # one number per value channel g: [B, T, HV, V]
+
+
+class Rule(StrEnum):
+    """How a token is written into the state."""
+
+    ADD = "add"  # S += k v'
+    DELTA = "delta"  # S += k (beta (v - S'e))'
+    DPLR = "dplr"  # S += b (S_prev' a)' + k v'
+
+
+class Form(StrEnum):
+    """How the recurrence is evaluated; the result is the same function."""
+
+    AUTO = "auto"
+    CHUNK = "chunk"  # chunk by chunk, matrix products inside
+    FUSED_CHUNK = "fused_chunk"  # the same with nothing stored per chunk in the forward pass
+    RECURRENT = "recurrent"  # token by token
+    PARALLEL = "parallel"  # the whole sequence as one chunk: quadratic in T
+
+
+PREFIX = {Form.CHUNK: "chunk", Form.FUSED_CHUNK: "fused_chunk", Form.RECURRENT: "fused_recurrent", Form.PARALLEL: "parallel"}
+
+
+class Streams(NamedTuple):
+    """The engine's input: every member is lowered to these."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None = None  # by Gate
+    beta: Tensor | None = None  # [B, T, HV]; delta: None writes with strength one
+    a: Tensor | None = None  # [B, T, H or HV, K]; reads the state before the token forgets (dplr; delta: the key that erases, in k's place)
+    b: Tensor | None = None  # [B, T, H or HV, K]; dplr: writes what a has read
+    e: Tensor | None = None  # [B, T, H or HV, K]; delta: the key that erases after the token forgets, when it is not k
+    u: Tensor | None = None  # [HV, K]; q reads before the write, plus this bonus on the token's own pair
+
+
+class PlainOptions(TypedDict, total=False):
+    """Keyword arguments shared by every public function; documented once, here."""
+
+    scale: float | None  # multiplies q; default K ** -0.5, unless the page says otherwise
+    initial_state: Tensor | None  # [N, HV, K, V], any floating dtype, computed in float32 (float64 for float64 inputs)
+    output_final_state: bool  # return the state after the last token of each sequence
+    cu_seqlens: Tensor | None  # [N + 1] int32 or int64: offsets of sequences packed into one row (B = 1)
+    cu_seqlens_cpu: Tensor | None  # the same on the CPU: spares a device-to-host copy where one would be needed
+    state_v_first: bool  # states are [N, HV, V, K]
+    chunk_size: int  # 16, 32 or 64
+    precision: str  # float32 products on a GPU: "ieee" or "tf32"
+    backend: str  # "auto", "torch" or "triton"
+    form: str  # a Form; only on the short names
+
+
+class Options(PlainOptions, total=False):
+    """Those of members whose queries and keys are commonly normalised."""
+
+    use_qk_l2norm_in_kernel: bool  # q and k (and comba's p) divided by sqrt(sum of squares + 1e-6)
+
+
+class RawGateOptions(Options, total=False):
+    """Further keyword arguments of members whose layers hand over raw gates."""
+
+    use_gate_in_kernel: bool  # g is raw: g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))
+    A_log: Tensor | None  # [HV]
+    dt_bias: Tensor | None  # [HV], or [HV * K] for gates per key channel
+    lower_bound: float | None  # a negative number: the bounded gate above
+
+
+class GateOptions(RawGateOptions, total=False):
+    """And raw write strengths."""
+
+    use_beta_sigmoid_in_kernel: bool  # beta is raw: beta = sigmoid(beta)
+    allow_neg_eigval: bool  # with the sigmoid: beta = 2 sigmoid(beta)
+
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    dict(
+        scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None,
+        use_qk_l2norm_in_kernel=False, state_v_first=False, chunk_size=64, precision="ieee", backend="auto", form="auto",
+        use_gate_in_kernel=False, A_log=None, dt_bias=None, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One input: its axes, how to draw a valid random one, whether None is allowed, whether its dtype is free (gates)."""
+
+    axes: str
+    draw: Callable[..., Tensor] = normal
+    optional: bool = False
+    free_dtype: bool = False
+
+    @property
+    def per_token(self) -> bool:
+        return self.axes.startswith("B T")
+
+
+def extent(axis: str, sizes: Mapping[str, int]) -> int:
+    """The size of an axis: a letter, a number, or a sum of them (`V+1`)."""
+    return sum(int(x) if x.isdigit() else sizes[x] for x in axis.split("+"))
+
+
+EXTRA_SIZES = MappingProxyType({"M": 6, "R": 2})  # drawn sizes of axes that few members have: slots, Householder steps a token
+
+
+@dataclass(frozen=True)
+class Op:
+    """A member of the family. `step` is its definition, `lower` its translation; they share no code, so tests can compare them."""
+
+    name: str
+    gate: Gate
+    rule: Rule
+    paper: str
+    args: Mapping[str, Arg]
+    step: Callable[..., tuple[Tensor, Tensor]]  # one token, straight from the paper: (S, **inputs of the token) -> (S, o)
+    lower: Callable[..., Streams]  # member arguments -> engine streams
+    options: type = Options
+    parallel: bool = False  # has a quadratic form
+    settings: Mapping[str, Any] = MappingProxyType({})  # the member's own plain parameters with their defaults; `step` and `lower` get them
+    scale: float | None = None  # default of the option; None: K ** -0.5
+    query: str = "q"  # the input that `scale` multiplies
+    passes: Callable[..., Output] | None = None  # for members that are not one pass of the engine over `lower`: see engine/scan.py
+    state: str = "N HV K V"  # axes of the state
+    empty: Callable[[Tensor], Tensor] = staticmethod(lambda zeros: zeros)  # the state that means "nothing yet", from zeros
+    valid: Callable[[Tensor], Tensor] = staticmethod(lambda random: random)  # a state that may occur, from a random tensor
+    couple: Callable[[dict[str, Tensor]], dict[str, Tensor]] = staticmethod(lambda x: x)  # random inputs -> as real layers couple them
+
+    def draw(self, sizes: Mapping[str, int], seed: int = 0, **kw: Any) -> dict[str, Tensor]:
+        """Random inputs of the given sizes (letters of the axes)."""
+        torch.manual_seed(seed)
+        sizes = {**EXTRA_SIZES, **sizes}
+        return self.couple({n: a.draw(*(sizes[x] for x in a.axes.split()), **kw) for n, a in self.args.items()})
+
+    def state_shape(self, sizes: Mapping[str, int], N: int) -> tuple[int, ...]:
+        """Shape of the state of N sequences."""
+        sizes = {**EXTRA_SIZES, **sizes, "N": N}
+        return tuple(extent(x, {**sizes, "HV": sizes.get("HV", sizes.get("H", 1))}) for x in self.state.split())
+
+    def draw_state(self, sizes: Mapping[str, int], N: int, **kw: Any) -> Tensor:
+        """A random state that may occur."""
+        return self.valid(torch.randn(self.state_shape(sizes, N), **kw))
+
+    def empty_state(self, sizes: Mapping[str, int], N: int, **kw: Any) -> Tensor:
+        """The state that `initial_state=None` means."""
+        return self.empty(torch.zeros(self.state_shape(sizes, N), **kw))
+
+    def check(self, inputs: Mapping[str, Tensor | None]) -> dict[str, int]:
+        """Bind axis letters to sizes. Raises TypeError or ValueError naming the op, the argument, what is wanted and what was given."""
+        bound: dict[str, tuple[int, str]] = {}
+        first: tuple[str, Tensor] | None = None
+        for name, t in inputs.items():
+            arg = self.args[name]
+            if t is None and arg.optional:
+                continue
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{self.name}: {name} must be a tensor [{', '.join(arg.axes.split())}], got {type(t).__name__}")
+            if not t.is_floating_point():
+                raise TypeError(f"{self.name}: {name} must have a floating dtype, got {t.dtype}")
+            first = first or (name, t)
+            if t.device != first[1].device:
+                raise ValueError(f"{self.name}: {name} is on {t.device}, {first[0]} is on {first[1].device}")
+            if t.dtype != first[1].dtype and not arg.free_dtype:
+                raise TypeError(f"{self.name}: {name} must have {first[0]}'s dtype {first[1].dtype}, got {t.dtype}")
+            axes = arg.axes.split()
+            if len(axes) != t.ndim or any(x in bound and bound[x][0] != s for x, s in zip(axes, t.shape)):
+                known = ", ".join(f"{x}={bound[x][0]} (from {bound[x][1]})" for x in axes if x in bound)
+                raise ValueError(f"{self.name}: {name} must be [{', '.join(axes)}]{known and ' with ' + known}, got {list(t.shape)}")
+            for x, s in zip(axes, t.shape):
+                bound.setdefault(x, (s, name))
+        sizes = {x: s for x, (s, _) in bound.items()}
+        for x in "H", "HV", "K", "V":
+            if sizes.get(x, 1) < 1:
+                raise ValueError(f"{self.name}: {bound[x][1]} must have {x} >= 1, got {list(inputs[bound[x][1]].shape)}")  # type: ignore[union-attr]
+        if sizes.get("HV", 1) % sizes.get("H", 1):
+            raise ValueError(f"{self.name}: {bound['HV'][1]} must have a multiple of H={sizes['H']} heads, got HV={sizes['HV']}")
+        return sizes
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options this member takes, with their defaults."""
+        return {**self.settings, **{n: d for n, d in DEFAULTS.items() if n in self.options.__annotations__}}
+
+    def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
+        from .engine.dispatch import run
+
+        unknown = options.keys() - self.defaults.keys()
+        if unknown:
+            raise TypeError(f"{self.name}: unexpected keyword {sorted(unknown)[0]!r}; it takes {', '.join(self.defaults)}")
+        return run(self, inputs, self.check(inputs), {**self.defaults, **options})
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms this member has, in the order of their public functions."""
+        return tuple(f for f in PREFIX if f is not Form.PARALLEL or self.parallel)
+
+    def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:
+        """Give `short` its whole signature, real and named, for those that read signatures; make the functions of the single forms."""
+        tensors = [p for p in inspect.signature(short).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        hints = {**{n: type(d) for n, d in self.settings.items()}, **self.options.__annotations__}
+        own = {p.name for p in tensors}
+        named = [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in self.defaults.items() if n not in own
+        ]
+        short.__signature__ = inspect.Signature([*tensors, *named], return_annotation=Output)  # type: ignore[attr-defined]
+        short.__chunkwise_op__ = self  # type: ignore[attr-defined]
+        return tuple(self._form(short, f, [*tensors, *(p for p in named if p.name != "form")]) for f in self.forms)
+
+    def _form(self, short: Callable[..., Output], form: Form, parameters: list[inspect.Parameter]) -> Callable[..., Output]:
+        @wraps(short)
+        def function(*tensors: Tensor, **options: Any) -> Output:
+            if "form" in options:
+                raise TypeError(f"{function.__name__}: unexpected keyword 'form'; its form is {form.value!r}")
+            return short(*tensors, form=form.value, **options)
+
+        function.__name__ = function.__qualname__ = f"{PREFIX[form]}_{short.__name__}"
+        function.__doc__ = f"`{short.__name__}` in its {form.value} form.\n\n    {short.__doc__}"
+        function.__signature__ = inspect.Signature(parameters, return_annotation=Output)  # type: ignore[attr-defined]
+        return function
+
+
+@cache
+def _pages() -> tuple[Any, ...]:
+    ops = importlib.import_module(".ops", __package__)
+
+    return tuple(importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__))
+
+
+@cache
+def all_ops() -> Mapping[str, Op]:
+    """Every member found in chunkwise.ops: the one list that tests, benchmarks, docs, models and the CLI walk."""
+    found = {x.name: x for page in _pages() for x in vars(page).values() if isinstance(x, Op)}
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+@cache
+def public_functions() -> Mapping[str, Callable[..., Output]]:
+    """Every public function by its name: `gla`, `chunk_gla`, ..."""
+    found = {n: x for page in _pages() for n, x in vars(page).items() if callable(x) and hasattr(x, "__chunkwise_op__")}
+    return MappingProxyType(dict(sorted(found.items())))

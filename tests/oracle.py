@@ -1,0 +1,166 @@
+"""The one tolerance rule of the tests, and the cases every member is put through.
+
+A result is right when its error against float64 is at most `factor` times the honest error: what the definition itself, run token by
+token in the result's own dtype, gets wrong, plus one rounding of the largest true value. Nothing is typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkwise.draw import offsets
+from chunkwise.reference import reference
+from chunkwise.spec import Op, all_ops
+
+OUTPUT, GRADIENT = 2, 8  # factors of the chunk form against the token form; the parallel form sums T terms at once and gets 8 for both
+OPS = list(all_ops().values())
+OP_FORMS = [(op, form) for op in OPS for form in op.forms]
+
+
+def ids(x: Any) -> str:
+    return getattr(x, "name", None) if isinstance(x, Op) else str(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a call. N: sequences packed into the row, with random, possibly zero, lengths."""
+
+    B: int = 1
+    T: int = 1
+    H: int = 1
+    n: int = 1
+    K: int = 4
+    V: int = 4
+    N: int | None = None
+    chunk: int = 16
+    strength: float = 1.0  # multiplies log decays
+    correlated: bool = False  # keys nearly parallel, written with strength near one
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(B=self.B, T=self.T, H=self.H, HV=self.H * self.n, K=self.K, V=self.V)
+
+
+CASES = {
+    "one token": Case(K=4, V=4),
+    "one short of a chunk": Case(T=15, H=2, K=8, V=4),
+    "one chunk": Case(B=2, T=16, K=8, V=8),
+    "one past a chunk": Case(T=17, H=2, K=4, V=8),
+    "ragged, odd K and V, three value heads a head": Case(B=2, T=50, H=2, n=3, K=5, V=7),
+    "two chunks of 64 and a bit": Case(T=133, H=1, n=2, K=16, V=12, chunk=64),
+    "packed, empty sequences too": Case(T=75, H=2, n=2, K=6, V=5, N=6),
+    "a head of one channel": Case(T=20, H=2, K=1, V=1),
+    "strong gates": Case(T=40, H=2, K=8, V=6, strength=20.0),
+    "gates that forget everything": Case(T=33, H=2, K=4, V=4, strength=1e4),
+    "correlated keys": Case(T=70, H=2, K=16, V=8, chunk=64, correlated=True),
+}
+
+
+@dataclass
+class Call:
+    """Inputs of one call; all floating ones require gradients."""
+
+    op: Op
+    case: Case
+    x: dict[str, Tensor]
+    S0: Tensor
+    cu: Tensor | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(initial_state=self.S0, cu_seqlens=self.cu)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {**self.x, "S0": self.S0}
+
+
+def make(op: Op, case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Call:
+    """Draw the inputs in float64 and round them to dtype; members' own statistics, sharpened by the case."""
+    x = op.draw(case.sizes, seed=seed, dtype=torch.float64)
+    for name, arg in op.args.items():
+        if arg.draw.__name__ == "log_decay":
+            x[name] = x[name] * case.strength
+        if case.correlated and arg.draw.__name__ == "unit":
+            x[name] = torch.nn.functional.normalize(x[name][:, :1] + 0.1 * x[name], dim=-1)
+        if case.correlated and arg.draw.__name__ == "write_strength":
+            x[name] = torch.sigmoid(8 + x[name])
+    cu = None if case.N is None else offsets(case.T, case.N, torch.Generator().manual_seed(seed))
+    S0 = torch.randn(state_shape(op, case), dtype=torch.float64)
+    return Call(op, case, {n: t.to(dtype).requires_grad_() for n, t in x.items()}, S0.to(torch.promote_types(dtype, torch.float32)).requires_grad_(), cu)
+
+
+def state_shape(op: Op, case: Case) -> tuple[int, ...]:
+    return (case.B if case.N is None else case.N, case.H * case.n, case.K, case.V)
+
+
+def with_gradients(o: Tensor, S: Tensor, leaves: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """Outputs, and the gradients of a random, dense function of both."""
+    gen = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t.dtype) for t in (o, S)]
+    d = torch.autograd.grad([o, S], list(leaves.values()), weights, allow_unused=True)
+    zero = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), d)}
+    return {"o": o.detach(), "final state": S.detach(), **{f"d{n}": g for n, g in zero.items()}}
+
+
+def engine(call: Call, **options: Any) -> dict[str, Tensor]:
+    """What the library computes."""
+    o, S = call.op(call.x, output_final_state=True, chunk_size=call.case.chunk, **call.options, **options)
+    return with_gradients(o, S, call.leaves())
+
+
+def definition(call: Call, dtype: torch.dtype | None = torch.float64) -> dict[str, Tensor]:
+    """The definition, token by token in `dtype` (None: the inputs' own); the weights of `with_gradients` are rounded as the engine's are."""
+    own = call.x["q"].dtype if "q" in call.x else next(iter(call.x.values())).dtype
+    work = own if dtype is None else dtype
+    leaves = {n: t.detach().to(work).requires_grad_() for n, t in call.leaves().items()}
+    x = {n: leaves[n] for n in call.x}
+    o, S = reference(call.op, x, dtype=None, initial_state=leaves["S0"], cu_seqlens=call.cu)
+    gen = torch.Generator().manual_seed(1)
+    state = torch.promote_types(own, torch.float32)
+    weights = [torch.randn(t.shape, generator=gen, dtype=torch.float64).to(d).to(t.dtype) for t, d in ((o, own), (S, state))]
+    d = torch.autograd.grad([o, S], list(leaves.values()), weights, allow_unused=True)
+    zero = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), d)}
+    return {"o": o.detach(), "final state": S.detach(), **{f"d{n}": g for n, g in zero.items()}}
+
+
+def honest(call: Call, truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The definition in the inputs' own dtype. Float64 is the truth's own dtype: its error is float32's, scaled by the two roundings."""
+    own = next(iter(call.x.values())).dtype
+    if own != torch.float64:
+        return definition(call, None)
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    single = definition(call, torch.float32)
+    return {n: t + (single[n].double() - t) * ratio for n, t in truth.items()}
+
+
+def _norm(x: Tensor, heads: bool) -> Tensor:
+    """L2 norm, of everything or of every head (axis 2 of streams, axis 1 of states)."""
+    x = x.double()
+    return x.norm() if not heads or x.ndim < 3 else x.movedim(2, 0).flatten(1).norm(dim=1)
+
+
+def check(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], honest: Mapping[str, Tensor] | None = None, form: str = "chunk") -> None:
+    """Every result within its factor of the honest error, over all and in the worst head."""
+    for name, t in truth.items():
+        g = got[name]
+        if g.shape != t.shape:
+            raise AssertionError(f"{name}: shape {list(g.shape)}, wanted {list(t.shape)}")
+        if not g.isfinite().all():
+            raise AssertionError(f"{name}: not finite")
+        if t.numel() == 0:
+            continue
+        factor = GRADIENT if name.startswith("d") or form == "parallel" else OUTPUT
+        eps = torch.finfo(g.dtype).eps
+        for heads in (False, True):
+            wrong = _norm(g.double() - t, heads)
+            allowed = eps * t.abs().max().double() * (t.numel() / wrong.numel()) ** 0.5
+            if honest is not None:
+                allowed = allowed + _norm(honest[name].double() - t, heads)
+            if (wrong > factor * allowed).any():
+                worst = (wrong / (factor * allowed)).max().item()
+                raise AssertionError(f"{name}: error {wrong.max().item():.3e} is {worst:.2f} times what is allowed{' in the worst head' if heads else ''}")
