@@ -33,3 +33,13 @@ def offsets(T: int, N: int, generator: torch.Generator | None = None) -> Tensor:
     """cu_seqlens [N+1] (int32) of N packed sequences of random, possibly zero, lengths that add up to T."""
     cuts = torch.randint(0, T + 1, (N - 1,), generator=generator).sort().values
     return torch.cat((torch.zeros(1), cuts, torch.full((1,), T))).to(torch.int32)
+
+
+def time_step(*shape: int, **kw: Any) -> Tensor:
+    """Positive step sizes: softplus of a standard normal."""
+    return F.softplus(torch.randn(*shape, **kw))
+
+
+def rate(*shape: int, **kw: Any) -> Tensor:
+    """Negative rates of decay a unit of time: minus the exponential of a standard normal."""
+    return -torch.randn(*shape, **kw).exp()

@@ -12,15 +12,15 @@ from .engine.prologue import prologue
 from .spec import DEFAULTS, Op
 
 
-def _scan(op: Op, inputs: Mapping[str, Tensor | None], S: Tensor) -> tuple[Tensor, Tensor]:
-    """inputs of one or more equally long sequences; S: [B, HV, K, V]."""
+def _scan(op: Op, inputs: Mapping[str, Tensor | None], S: Tensor, V: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """inputs of one or more equally long sequences; S: the state [B, HV, K, V], or as the member says."""
     tokens = {n: t for n, t in inputs.items() if t is not None and op.args[n].per_token}
     fixed = {n: t for n, t in inputs.items() if t is None or not op.args[n].per_token}
     out = []
     for t in range(next(iter(tokens.values())).shape[1]):
-        S, o = op.step(S, **{n: x[:, t] for n, x in tokens.items()}, **fixed)
+        S, o = op.step(S, **{n: x[:, t] for n, x in tokens.items()}, **fixed, **settings)
         out.append(o)
-    return (torch.stack(out, 1) if out else S.new_zeros(S.shape[0], 0, S.shape[1], S.shape[3])), S
+    return (torch.stack(out, 1) if out else S.new_zeros(S.shape[0], 0, S.shape[1], V)), S
 
 
 def reference(
@@ -30,7 +30,7 @@ def reference(
 
     Heads are expanded to value heads first, packed sequences are run one by one.
     """
-    o = {**DEFAULTS, **options}
+    o = {**DEFAULTS, **op.settings, **options}
 
     def cast(t: Any) -> Any:
         return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and dtype is not None else t
@@ -42,18 +42,19 @@ def reference(
         axes = op.args[n].axes.split()
         if t is not None and "H" in axes:
             x[n] = t.repeat_interleave(HV // sizes["H"], axes.index("H"))
-    x["q"] = x["q"] * (x["q"].shape[-1] ** -0.5 if o["scale"] is None else o["scale"])
-    B, V = x["q"].shape[0], sizes["V"]
+    q, scale = x[op.query], op.scale if o["scale"] is None else o["scale"]
+    x[op.query] = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    B, V, settings = q.shape[0], sizes["V"], {n: o[n] for n in op.settings}
     N = B if o["cu_seqlens"] is None else o["cu_seqlens"].shape[0] - 1
     if S is None:
-        S = x["q"].new_zeros(N, HV, x["q"].shape[-1], V)
+        S = op.empty_state(sizes, N, dtype=q.dtype, device=q.device)
     elif o["state_v_first"]:
         S = S.mT
     if o["cu_seqlens"] is None:
-        out, S = _scan(op, x, S)
+        out, S = _scan(op, x, S, V, settings)
     else:
         ends = o["cu_seqlens"].tolist()
         cut = [{n: t[:, a:b] if t is not None and op.args[n].per_token else t for n, t in x.items()} for a, b in zip(ends, ends[1:])]
-        parts = [_scan(op, c, S[i : i + 1]) for i, c in enumerate(cut)]
+        parts = [_scan(op, c, S[i : i + 1], V, settings) for i, c in enumerate(cut)]
         out, S = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
     return out, S.mT if o["state_v_first"] else S

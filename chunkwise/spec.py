@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, wraps
 from types import MappingProxyType
@@ -143,23 +143,32 @@ class Op:
     paper: str
     args: Mapping[str, Arg]
     step: Callable[..., tuple[Tensor, Tensor]]  # one token, straight from the paper: (S, **inputs of the token) -> (S, o)
-    lower: Callable[..., Streams]  # member arguments -> engine streams
+    lower: Callable[..., Streams] | None  # member arguments -> engine streams; None: `passes` makes them
     options: type = Options
     parallel: bool = False  # has a quadratic form
-    settings: Mapping[str, Any] = MappingProxyType({})  # the member's own plain parameters with their defaults; `step` and `lower` get them
+    settings: Mapping[str, Any] = field(default_factory=dict)  # own plain parameters with their defaults; `step` and `lower` get them
     scale: float | None = None  # default of the option; None: K ** -0.5
     query: str = "q"  # the input that `scale` multiplies
     passes: Callable[..., Output] | None = None  # for members that are not one pass of the engine over `lower`: see engine/scan.py
     state: str = "N HV K V"  # axes of the state
-    empty: Callable[[Tensor], Tensor] = staticmethod(lambda zeros: zeros)  # the state that means "nothing yet", from zeros
-    valid: Callable[[Tensor], Tensor] = staticmethod(lambda random: random)  # a state that may occur, from a random tensor
-    couple: Callable[[dict[str, Tensor]], dict[str, Tensor]] = staticmethod(lambda x: x)  # random inputs -> as real layers couple them
+    empty: Callable[[Tensor], Tensor] = lambda zeros: zeros  # the state that means "nothing yet", from zeros
+    valid: Callable[[Tensor], Tensor] = lambda random: random  # a state that may occur, from a random tensor
+    couple: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda x: x  # random inputs -> as real layers couple them
 
-    def draw(self, sizes: Mapping[str, int], seed: int = 0, **kw: Any) -> dict[str, Tensor]:
-        """Random inputs of the given sizes (letters of the axes)."""
+    def __post_init__(self) -> None:
+        if self.query not in self.args:
+            raise ValueError(f"{self.name}: declares no input {self.query}, which scale multiplies")
+        if self.lower is None and self.passes is None:
+            raise ValueError(f"{self.name}: must declare lower or passes")
+        if len(self.state.split()) != 4:
+            raise ValueError(f"{self.name}: state must have four axes, got {self.state!r}")
+
+    def draw(self, sizes: Mapping[str, int], seed: int = 0, coupled: bool = True, **kw: Any) -> dict[str, Tensor]:
+        """Random inputs of the given sizes (letters of the axes). Who changes them first couples them afterwards: coupled=False."""
         torch.manual_seed(seed)
         sizes = {**EXTRA_SIZES, **sizes}
-        return self.couple({n: a.draw(*(sizes[x] for x in a.axes.split()), **kw) for n, a in self.args.items()})
+        x = {n: a.draw(*(sizes[x] for x in a.axes.split()), **kw) for n, a in self.args.items()}
+        return self.couple(x) if coupled else x
 
     def state_shape(self, sizes: Mapping[str, int], N: int) -> tuple[int, ...]:
         """Shape of the state of N sequences."""
@@ -228,9 +237,8 @@ class Op:
         tensors = [p for p in inspect.signature(short).parameters.values() if p.kind is not p.VAR_KEYWORD]
         hints = {**{n: type(d) for n, d in self.settings.items()}, **self.options.__annotations__}
         own = {p.name for p in tensors}
-        named = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in self.defaults.items() if n not in own
-        ]
+        further = {n: d for n, d in self.defaults.items() if n not in own}
+        named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in further.items()]
         short.__signature__ = inspect.Signature([*tensors, *named], return_annotation=Output)  # type: ignore[attr-defined]
         short.__chunkwise_op__ = self  # type: ignore[attr-defined]
         return tuple(self._form(short, f, [*tensors, *(p for p in named if p.name != "form")]) for f in self.forms)

@@ -1,5 +1,20 @@
-"""One thread a test process, so that results do not depend on how many run at once."""
+"""One thread a test process, so that results do not depend on how many run at once. `pytest -m gpu` runs the contracts on a GPU."""
 
+import oracle
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "gpu":
+        oracle.DEVICE = torch.device("cuda")
+
+
+def pytest_collection_modifyitems(config, items):
+    """On a GPU every contract of the operators is a GPU test."""
+    if oracle.DEVICE.type == "cuda":
+        for item in items:
+            if item.path.name.startswith("test_op_"):
+                item.add_marker(pytest.mark.gpu)

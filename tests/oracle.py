@@ -18,6 +18,7 @@ from chunkwise.reference import reference
 from chunkwise.spec import Op, all_ops
 
 OUTPUT, GRADIENT = 2, 8  # factors of the chunk form against the token form; the parallel form sums T terms at once and gets 8 for both
+DEVICE = torch.device("cpu")  # conftest.py sets it
 OPS = list(all_ops().values())
 OP_FORMS = [(op, form) for op in OPS for form in op.forms]
 
@@ -81,7 +82,7 @@ class Call:
 
 def make(op: Op, case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Call:
     """Draw the inputs in float64 and round them to dtype; members' own statistics, sharpened by the case."""
-    x = op.draw(case.sizes, seed=seed, dtype=torch.float64)
+    x = op.draw(case.sizes, seed=seed, coupled=False, dtype=torch.float64)
     for name, arg in op.args.items():
         if arg.draw.__name__ == "log_decay":
             x[name] = x[name] * case.strength
@@ -89,19 +90,18 @@ def make(op: Op, case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) 
             x[name] = torch.nn.functional.normalize(x[name][:, :1] + 0.1 * x[name], dim=-1)
         if case.correlated and arg.draw.__name__ == "write_strength":
             x[name] = torch.sigmoid(8 + x[name])
+    x = op.couple(x)
     cu = None if case.N is None else offsets(case.T, case.N, torch.Generator().manual_seed(seed))
-    S0 = torch.randn(state_shape(op, case), dtype=torch.float64)
-    return Call(op, case, {n: t.to(dtype).requires_grad_() for n, t in x.items()}, S0.to(torch.promote_types(dtype, torch.float32)).requires_grad_(), cu)
-
-
-def state_shape(op: Op, case: Case) -> tuple[int, ...]:
-    return (case.B if case.N is None else case.N, case.H * case.n, case.K, case.V)
+    S0 = op.draw_state(case.sizes, case.B if case.N is None else case.N, dtype=torch.float64)
+    x = {n: t.to(DEVICE, dtype).requires_grad_() for n, t in x.items()}
+    S0 = S0.to(DEVICE, torch.promote_types(dtype, torch.float32)).requires_grad_()
+    return Call(op, case, x, S0, None if cu is None else cu.to(DEVICE))
 
 
 def with_gradients(o: Tensor, S: Tensor, leaves: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     """Outputs, and the gradients of a random, dense function of both."""
     gen = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t.dtype) for t in (o, S)]
+    weights = [torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t) for t in (o, S)]
     d = torch.autograd.grad([o, S], list(leaves.values()), weights, allow_unused=True)
     zero = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), d)}
     return {"o": o.detach(), "final state": S.detach(), **{f"d{n}": g for n, g in zero.items()}}
@@ -117,9 +117,9 @@ def definition(call: Call, dtype: torch.dtype | None = torch.float64) -> dict[st
     """The definition, token by token in `dtype` (None: the inputs' own); the weights of `with_gradients` are rounded as the engine's are."""
     own = call.x["q"].dtype if "q" in call.x else next(iter(call.x.values())).dtype
     work = own if dtype is None else dtype
-    leaves = {n: t.detach().to(work).requires_grad_() for n, t in call.leaves().items()}
+    leaves = {n: t.detach().cpu().to(work).requires_grad_() for n, t in call.leaves().items()}
     x = {n: leaves[n] for n in call.x}
-    o, S = reference(call.op, x, dtype=None, initial_state=leaves["S0"], cu_seqlens=call.cu)
+    o, S = reference(call.op, x, dtype=None, initial_state=leaves["S0"], cu_seqlens=None if call.cu is None else call.cu.cpu())
     gen = torch.Generator().manual_seed(1)
     state = torch.promote_types(own, torch.float32)
     weights = [torch.randn(t.shape, generator=gen, dtype=torch.float64).to(d).to(t.dtype) for t, d in ((o, own), (S, state))]
@@ -147,7 +147,7 @@ def _norm(x: Tensor, heads: bool) -> Tensor:
 def check(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], honest: Mapping[str, Tensor] | None = None, form: str = "chunk") -> None:
     """Every result within its factor of the honest error, over all and in the worst head."""
     for name, t in truth.items():
-        g = got[name]
+        g = got[name].cpu()
         if g.shape != t.shape:
             raise AssertionError(f"{name}: shape {list(g.shape)}, wanted {list(t.shape)}")
         if not g.isfinite().all():
@@ -163,4 +163,6 @@ def check(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], honest: Mappin
                 allowed = allowed + _norm(honest[name].double() - t, heads)
             if (wrong > factor * allowed).any():
                 worst = (wrong / (factor * allowed)).max().item()
-                raise AssertionError(f"{name}: error {wrong.max().item():.3e} is {worst:.2f} times what is allowed{' in the worst head' if heads else ''}")
+                raise AssertionError(
+                    f"{name}: error {wrong.max().item():.3e} is {worst:.2f} times what is allowed{' in the worst head' if heads else ''}"
+                )

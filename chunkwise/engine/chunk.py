@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..spec import Gate, Rule, Streams
+from ..spec import Gate, Streams
 from . import stages_torch as stages
 from .gradient import grads
 from .problem import Problem
@@ -60,7 +60,7 @@ def prepare(p: Problem, x: Streams) -> Plan:
     """Cut into chunks, and the stages that need no state."""
     c = stages.enter(p, x)
     M = stages.scores(p, c)
-    start = dict(q=c.key.start(c.q, before=p.bonus), r=None if c.r is None else c.key.start(c.r, before=p.rule is Rule.DPLR))
+    start = dict(q=c.key.start(c.q, before=p.bonus), r=None if c.r is None else c.key.start(c.r, before=p.before))
     end = dict(k=c.key.end(c.k) if M.qk is not None else None, w=None if c.w is None else c.key.end(c.w), v=c.value.end(c.v))
     return Plan(p, c, M, None if M.rw is None else stages.inverse(M.rw), start, end)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import Form, Gate, Output, Streams
+from ..spec import Form, Gate, Output, Rule, Streams
 from . import library  # noqa: F401  (registers the operators)
 from .prologue import prologue
 
@@ -28,7 +29,7 @@ class Choice(NamedTuple):
     form: Form
     backend: str
     plan: str
-    C: int
+    chunk: int  # tokens; 0: the whole row
     reason: str
 
 
@@ -48,14 +49,30 @@ def _recurrent() -> ModuleType:
 PLANS = {"chunk": _plan("chunk"), "recurrent": _recurrent, "triton": _plan("plan_triton")}
 
 
-def power_of_two(T: int) -> int:
-    """The smallest power of two that is at least T."""
-    return 1 << max(T - 1, 0).bit_length()
+class Cell(NamedTuple):
+    """What decides whether there are kernels for a pass."""
+
+    gate: Gate
+    rule: Rule
+    dtype: torch.dtype
+    K: int
+    C: int
+    bonus: bool = False
+    erase: bool = False
 
 
-def choose(
-    op: Op, *, T: int, device: str, dtype: torch.dtype, grad: bool, form: str = "auto", backend: str = "auto", chunk_size: int = 64
-) -> Choice:
+def _no_triton(cell: Cell, device: str, form: Form) -> str | None:
+    """Why a pass cannot run on the Triton kernels, or None."""
+    if device != "cuda":
+        return f"the tensors are on {device}, not on a GPU"
+    if form not in (Form.AUTO, Form.CHUNK, Form.FUSED_CHUNK):
+        return f"the {form} form has no kernels in this version"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return PLANS["triton"]().missing(cell)
+
+
+def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "auto", backend: str = "auto") -> Choice:
     """Decide form, backend and chunk. Raises ValueError where an explicit request cannot be met."""
     try:
         wanted = Form(form)
@@ -63,35 +80,24 @@ def choose(
         raise ValueError(f"{op.name}: form must be one of {', '.join(('auto', *op.forms))}, got {form!r}") from None
     if wanted not in (Form.AUTO, *op.forms):
         raise ValueError(f"{op.name}: has no {form} form; it has {', '.join(op.forms)}")
-    if chunk_size not in CHUNKS:
-        raise ValueError(f"{op.name}: chunk_size must be one of {', '.join(map(str, CHUNKS))}, got {chunk_size}")
+    if cell.C not in CHUNKS:
+        raise ValueError(f"{op.name}: chunk_size must be one of {', '.join(map(str, CHUNKS))}, got {cell.C}")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    if backend == "triton":
-        raise ValueError(f"{op.name}: backend='triton' has no kernels for {device} tensors of {dtype} in this version")
+    missing = "asked for torch" if backend == "torch" else _no_triton(cell, device, wanted)
+    if backend == "triton" and missing is not None:
+        raise ValueError(f"{op.name}: backend='triton' cannot serve this call: {missing}")
     reason = "asked for"
     if wanted is Form.AUTO:
-        few = not grad and T <= RECURRENT_BELOW
+        few = missing is not None and not grad and T <= RECURRENT_BELOW
         wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer, no gradient") if few else (Form.CHUNK, "the general form")
-    C = power_of_two(max(T, 16)) if wanted is Form.PARALLEL else min(chunk_size, power_of_two(max(T, 16)))
-    return Choice(wanted, "torch", "recurrent" if wanted is Form.RECURRENT else "chunk", C, reason)
+    if missing is None:
+        return Choice(wanted, "triton", "triton", cell.C, reason)
+    plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)
+    return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; no Triton kernels: {missing}")
 
 
-def explain(op: Op | str, *, T: int, device: str = "cpu", dtype: torch.dtype = torch.float32, grad: bool = False, **options: Any) -> str:
-    """One line: what a call of `op` (a member or its name) on T tokens would run, and why.
-
-    >>> import chunkwise
-    >>> chunkwise.explain("gla", T=2048)
-    'gla: chunk form, torch backend, chunks of 64 (the general form)'
-    """
-    from ..spec import all_ops
-
-    op = all_ops()[op] if isinstance(op, str) else op
-    c = choose(op, T=T, device=device, dtype=dtype, grad=grad, **options)
-    return f"{op.name}: {c.form} form, {c.backend} backend, chunks of {1 if c.form is Form.RECURRENT else c.C} ({c.reason})"
-
-
-def _check_offsets(name: str, cu: Tensor, cpu: Tensor | None, B: int, T: int, device: torch.device) -> None:
+def check_offsets(name: str, cu: Tensor, cpu: Tensor | None, B: int, T: int, device: torch.device) -> None:
     """cu_seqlens must be offsets of a packed row; values are read only where that needs no synchronisation."""
     for label, t, where in (("cu_seqlens", cu, device.type), ("cu_seqlens_cpu", cpu, "cpu")):
         if t is None:
@@ -113,43 +119,33 @@ def _check_offsets(name: str, cu: Tensor, cpu: Tensor | None, B: int, T: int, de
             )
 
 
-def _check_state(name: str, S0: Any, shape: tuple[int, ...], v_first: bool, device: torch.device) -> None:
+def _check_state(op: Op, S0: Any, shape: tuple[int, ...], v_first: bool, device: torch.device) -> None:
     if not isinstance(S0, Tensor) or not S0.is_floating_point():
-        raise TypeError(f"{name}: initial_state must be a floating tensor, got {getattr(S0, 'dtype', type(S0).__name__)}")
+        raise TypeError(f"{op.name}: initial_state must be a floating tensor, got {getattr(S0, 'dtype', type(S0).__name__)}")
     if S0.device != device:
-        raise ValueError(f"{name}: initial_state is on {S0.device}, q is on {device}")
-    axes, want = ("[N, HV, V, K]", (*shape[:2], shape[3], shape[2])) if v_first else ("[N, HV, K, V]", shape)
+        raise ValueError(f"{op.name}: initial_state is on {S0.device}, {op.query} is on {device}")
+    N, HV, K, V = op.state.split()
+    axes, want = (f"[{N}, {HV}, {V}, {K}]", (*shape[:2], shape[3], shape[2])) if v_first else (f"[{N}, {HV}, {K}, {V}]", shape)
     if tuple(S0.shape) != want:
-        raise ValueError(f"{name}: initial_state must be {axes} = {list(want)}, got {list(S0.shape)}")
+        raise ValueError(f"{op.name}: initial_state must be {axes} = {list(want)}, got {list(S0.shape)}")
 
 
-def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any]) -> Output:
-    """A public call: options checked, prologue, lowering, choice, the operator, and the pair the caller gets."""
-    x: Streams = op.lower(**prologue(op.name, inputs, o))
-    B, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
+def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any], choose: Any = choose) -> Output:
+    """A public call: options checked, prologue, lowering, the member's passes, and the pair the caller gets."""
+    from .scan import Scan
+
+    x = {**prologue(op.name, inputs, o), **{n: o[n] for n in op.settings}}
+    B, T, device = sizes["B"], sizes["T"], x[op.query].device
     cu, cpu, S0 = o["cu_seqlens"], o["cu_seqlens_cpu"], o["initial_state"]
     if cu is not None:
-        _check_offsets(op.name, cu, cpu, B, T // op.substeps, x.q.device)
+        check_offsets(op.name, cu, cpu, B, T, device)
     elif cpu is not None:
         raise ValueError(f"{op.name}: cu_seqlens_cpu needs cu_seqlens")
     if o["precision"] not in ("ieee", "tf32"):
         raise ValueError(f"{op.name}: precision must be 'ieee' or 'tf32', got {o['precision']!r}")
-    N = B if cu is None else cu.shape[0] - 1
     if S0 is not None:
-        _check_state(op.name, S0, (N, HV, K, V), o["state_v_first"], x.q.device)
+        _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
         S0 = S0.mT if o["state_v_first"] else S0
-    if op.substeps > 1:
-        cu, cpu = (None if t is None else t * op.substeps for t in (cu, cpu))
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, S0))
-    c = choose(
-        op, T=T, device=x.q.device.type, dtype=x.q.dtype, grad=grad, form=o["form"], backend=o["backend"], chunk_size=o["chunk_size"]
-    )
-    scale = K**-0.5 if o["scale"] is None else float(o["scale"])
-    gate = Gate.NONE if x.g is None else op.gate
-    final = bool(o["output_final_state"])
-    out, ST, _ = torch.ops.chunkwise.forward(*x, S0, cu, cpu, gate.value, op.rule.value, c.plan, c.C, scale, o["precision"], final, grad)
-    out = out[:, op.substeps - 1 :: op.substeps] if op.substeps > 1 else out
-    if not final:
-        return out, None
-    return out, ST.mT if o["state_v_first"] else ST
+    scan = Scan(op, choose, o["form"], o["backend"], o["chunk_size"], o["precision"], o["scale"], bool(o["output_final_state"]), cu, cpu)
+    out, ST = op.passes(scan, S0, **x) if op.passes is not None else scan((op.lower or Streams)(**x), S0)
+    return out, ST.mT if ST is not None and o["state_v_first"] else ST

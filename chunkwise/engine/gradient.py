@@ -6,6 +6,7 @@ stage is a list of (reader, writer) pairs. T's own gradient is never formed.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
@@ -17,10 +18,11 @@ from .stages_torch import Chunks, Scores
 class Adjoint:
     """Gradients being added up on one side of the state, and what the gate's gradient on that side is summed from.
 
-    A decay inside a chunk enters only through the pairs it lies between, so its gradient is a sum over readers after it and writers
-    before it: `reads` x dx, summed over i >= t (i > t where the reader comes before its own token forgets); `writes` y dy of pairs
-    inside the chunk, subtracted for j >= t; `ends` y dy met by the state at the chunk's end, for j < t; `through` what passes the whole
-    chunk. A pair i = j does not decay and is kept out, so nothing large is added only to be subtracted again.
+    A decay inside a chunk enters only through what it lies between: at token t, what readers i >= t (i > t where they read before their
+    own token forgets) draw from writers j < t and from the state at the chunk's start, what writers j < t leave at its end, and what
+    passes it whole. `starts`, `ends` and `through` are those sums' terms. Pairs: a scalar decay has every pair's share in a matrix,
+    `across`, and adds up those that t lies between; a decay per channel subtracts writers j >= t from readers, and keeps out the
+    pairs that no decay lies between, so that nothing large is added only to be subtracted again.
     """
 
     def __init__(self, decay: Decay, per_channel: bool, **streams: Tensor | None):
@@ -28,13 +30,16 @@ class Adjoint:
         self.d: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
 
-    def add(self, name: str, d: Tensor, kind: str | None = None) -> None:
+    def add(self, name: str, d: Tensor, kind: str | None = None, before: bool = False) -> None:
         """A further part of a stream's gradient; `kind` is the sum of the gate's gradient that it enters."""
         self.d[name] = d if name not in self.d else self.d[name] + d
         if kind is not None and not isinstance(self.decay, NoDecay):
             z = self.stream(name) * d
             z = z if self.per_channel else z.sum(-1, keepdim=True)
-            self.sums[kind] = z if kind not in self.sums else self.sums[kind] + z
+            self.sum(kind, F.pad(z[..., 1:, :], (0, 0, 0, 1)) if before else z)
+
+    def sum(self, kind: str, z: Tensor) -> None:
+        self.sums[kind] = z if kind not in self.sums else self.sums[kind] + z
 
     def stream(self, name: str) -> Tensor:
         x = self.streams[name]
@@ -42,10 +47,22 @@ class Adjoint:
             raise ValueError(f"chunkwise engine: this rule has no stream {name}")
         return x
 
-    def pairs(self, reader: str, writer: str, dM: Tensor, before: bool = False) -> None:
-        """From dM, zero on and above the diagonal, the gradient of the decayed scores of two streams."""
-        self.add(reader, self.decay.rows(dM, self.stream(writer), before=before), "before" if before else "reads")
-        self.add(writer, self.decay.cols(dM, self.stream(reader), before=before), "writes")
+    def pairs(self, reader: str, writer: str, M: Tensor | None, dM: Tensor, before: bool = False) -> None:
+        """The decayed scores M of two streams, from dM, zero on and above the diagonal."""
+        x, y = self.stream(reader), self.stream(writer)
+        if not self.per_channel:
+            if M is not None and not isinstance(self.decay, NoDecay):
+                P = M * dM
+                self.sum("across", F.pad(P[..., 1:, :], (0, 0, 0, 1)) if before else P)
+            self.add(reader, self.decay.rows(dM, y, before=before))
+            self.add(writer, self.decay.cols(dM, x, before=before))
+            return
+        if before:  # no decay lies between neighbours
+            near, dM = dM.diagonal(-1, -2, -1)[..., None], dM.tril(-2)
+            self.add(reader, F.pad(near * y[..., :-1, :], (0, 0, 1, 0)))
+            self.add(writer, F.pad(near * x[..., 1:, :], (0, 0, 0, 1)))
+        self.add(reader, self.decay.rows(dM, y, before=before), "reads", before)
+        self.add(writer, self.decay.cols(dM, x, before=before), "writes")
 
     def same(self, reader: str, writer: str, dM: Tensor, weight: Tensor | None = None) -> None:
         """The pairs i = j: dM [S, H, n, C, 1] is their scores' gradient, `weight` the bonus on them."""
@@ -55,7 +72,7 @@ class Adjoint:
 
     def start(self, reader: str, d: Tensor, before: bool = False) -> None:
         """d: gradient of the reader as it meets the state at the chunk's start."""
-        self.add(reader, self.decay.start(d, before=before), "before" if before else "reads")
+        self.add(reader, self.decay.start(d, before=before), "reads", before)
 
     def end(self, writer: str, d: Tensor) -> None:
         """d: gradient of the writer as the state at the chunk's end sees it."""
@@ -66,11 +83,14 @@ class Adjoint:
         total = self.decay.total()
         if total is None:
             return None
-        zero = through.new_zeros(1)
-        reads, before, writes, ends = (self.sums.get(n, zero) for n in ("reads", "before", "writes", "ends"))
-        later = (reads + before - writes).flip(-2).cumsum(-2).flip(-2) - before
+        later = self.sums["reads"] - self.sums["writes"] if "writes" in self.sums else self.sums["reads"]
+        dg = later.flip(-2).cumsum(-2).flip(-2)
+        if "across" in self.sums:  # P_ij summed over j < t <= i
+            dg = dg + F.pad(self.sums["across"].cumsum(-1)[..., :-1], (1, 0)).tril().sum(-2)[..., None]
+        if "ends" in self.sums:
+            dg = dg + F.pad(self.sums["ends"].cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
         through = (through if self.per_channel else through.sum(-1, keepdim=True)) * total
-        return later + (ends.cumsum(-2) - ends) + through[..., None, :]
+        return dg + through[..., None, :]
 
 
 def grads(
@@ -82,12 +102,12 @@ def grads(
     """
     key = Adjoint(c.key, p.gate is Gate.KEY, q=c.q, k=c.k, r=c.r, w=c.w)
     value = Adjoint(c.value, True, v=c.v, o=do)
-    old, lower = p.rule is Rule.DPLR, NoDecay()
+    lower = NoDecay()
     do_start = c.value.start(do)
     key.start("q", do_start @ S.mT, before=p.bonus)
     du = None
     if M.qk is not None:
-        key.pairs("q", "k", c.value.scores(do, c.v, strict=True), before=p.bonus)
+        key.pairs("q", "k", M.qk, c.value.scores(do, c.v, strict=True), before=p.bonus)
         key.end("k", c.value.end(c.v) @ dS.mT)
         met = (do * c.v).sum(-1, keepdim=True)
         key.same("q", "k", met, c.u)
@@ -101,13 +121,13 @@ def grads(
             value.add("o", c.value.rows(strictly, c.v), "reads")
             value.start("o", c.key.start(c.q, before=p.bonus) @ S)
     if X is not None and U is not None:
-        key.pairs("q", "w", lower.scores(do, X, strict=True))
-        key.pairs("r", "w", lower.scores(U, X, strict=True), before=old)
-        key.start("r", U @ S.mT, before=old)
+        key.pairs("q", "w", M.qw, lower.scores(do, X, strict=True))
+        key.pairs("r", "w", M.rw, lower.scores(U, X, strict=True), before=p.before)
+        key.start("r", U @ S.mT, before=p.before)
         key.end("w", X @ dS.mT)
         key.same("q", "w", (do * X).sum(-1, keepdim=True))
-        if old and M.rk is not None:
-            key.pairs("r", "k", lower.scores(U, c.v, strict=True), before=True)
+        if M.rk is not None:
+            key.pairs("r", "k", M.rk, lower.scores(U, c.v, strict=True), before=True)
             value.add("v", M.rk.mT @ U)
     dg = key.gate((S * dS).sum(-1)) if p.gate is not Gate.VALUE else value.gate((S * dS).sum(-2))
     return _streams(p, c, key.d, value.d.get("v"), U, du), dg
@@ -121,11 +141,12 @@ def _streams(p: Problem, c: Chunks, d: dict[str, Tensor], dv: Tensor | None, U: 
         de = -dr if beta is None else -beta * dr
         dbeta = None if beta is None else (U * c.v).sum(-1) - (dr * c.e).sum(-1)
         dk = d["w"] if p.erase else d["w"] + de
-        return Streams(dq, _group(dk, c.k), U if beta is None else beta * U, beta=dbeta, e=_group(de, c.e) if p.erase else None)
+        erase = {("a" if p.before else "e"): _group(de, c.e)} if p.erase else {}
+        return Streams(dq, _group(dk, c.k), U if beta is None else beta * U, beta=dbeta, **erase)
     if dv is None:
         raise ValueError("chunkwise engine: the rule's streams are incomplete")
-    if p.rule is Rule.DPLR:
-        return Streams(dq, _group(d["k"], c.k), dv, a=_group(d["r"], c.q), b=_group(d["w"], c.q), u=du)
+    if c.r is not None and c.w is not None:
+        return Streams(dq, _group(d["k"], c.k), dv, a=_group(d["r"], c.r), b=_group(d["w"], c.w), u=du)
     return Streams(dq, _group(d["k"], c.k), dv, u=du)
 
 

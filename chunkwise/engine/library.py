@@ -1,4 +1,4 @@
-"""The library's two torch operators: chunkwise::forward and chunkwise::backward, with shapes for tracing and the gradient between them.
+"""The library's two torch operators, chunkwise::forward and chunkwise::backward, with shapes for tracing, and the function that joins them.
 
 One boundary per call: whatever plan runs inside, torch.compile sees one node. Absent tensors come back as empty ones.
 """
@@ -14,7 +14,7 @@ from ..spec import Gate, Rule, Streams
 from .problem import Problem, problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
-_SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int C, float scale, str precision"
+_SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision"
 _LIBRARY = torch.library.Library("chunkwise", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_SWITCHES}, bool final, bool save) -> (Tensor o, Tensor ST, Tensor saved)")
 _LIBRARY.define(
@@ -31,14 +31,14 @@ def _call(
     gate: str,
     rule: str,
     plan: str,
-    C: int,
+    chunk: int,
     scale: float,
     precision: str,
 ) -> tuple[Any, Problem, Streams]:
     from .dispatch import PLANS
 
     x = Streams(*streams)
-    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), C=C, scale=scale, precision=precision)
+    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, scale=scale, precision=precision)
     return PLANS[plan](), p, x
 
 
@@ -84,20 +84,27 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *switches, ctx.final, _ = inputs[STREAMS + 1 :]
-    cu, cu_cpu, *ctx.constants = switches
-    ctx.save_for_backward(*inputs[: STREAMS + 1], cu, cu_cpu, output[2])
-
-
-def _gradient(ctx: Any, do: Tensor, dST: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *inputs, saved = ctx.saved_tensors
-    d = torch.ops.chunkwise.backward(*inputs, *ctx.constants, saved, do, dST if ctx.final else None)
-    wanted = zip(d, inputs, ctx.needs_input_grad)
-    return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.constants) + 4))
-
-
 for _name, _impl, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"chunkwise::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("chunkwise::forward", _gradient, setup_context=_setup, lib=_LIBRARY)
+
+
+class Recurrence(torch.autograd.Function):
+    """The two operators as one differentiable function; its arguments are those of chunkwise::forward."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.chunkwise.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        cu, cu_cpu, *ctx.switches, ctx.final, _ = inputs[STREAMS + 1 :]
+        ctx.save_for_backward(*inputs[: STREAMS + 1], cu, cu_cpu, output[2])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dST: Tensor, _: Tensor) -> tuple[Any, ...]:
+        *inputs, saved = ctx.saved_tensors
+        d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None)
+        wanted = zip(d, inputs, ctx.needs_input_grad)
+        return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.switches) + 4))

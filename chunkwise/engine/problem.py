@@ -10,6 +10,11 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 
 
+def power_of_two(T: int) -> int:
+    """The smallest power of two that is at least T."""
+    return 1 << max(T - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sizes and switches of one call: B batch, T tokens, H heads, HV value heads, K key, V value, N sequences, C chunk."""
@@ -26,7 +31,8 @@ class Problem:
     C: int
     scale: float
     bonus: bool  # q reads before the write, plus u on the token's own pair
-    erase: bool  # delta: erases along e, not along k
+    erase: bool  # delta: erases along a or e, not along k
+    before: bool  # the erase reader reads before its token forgets: along a
     precision: str
     dtype: torch.dtype  # of q, k, v and o
     cu_seqlens: Tensor | None  # [N + 1] on the inputs' device
@@ -39,12 +45,23 @@ class Problem:
 
 
 def problem(
-    x: Streams, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, *, gate: Gate, rule: Rule, C: int, scale: float, precision: str
+    x: Streams,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    *,
+    gate: Gate,
+    rule: Rule,
+    chunk: int,
+    scale: float,
+    precision: str,
 ) -> Problem:
-    """Read the sizes off the streams. The chunk is no longer than the sequence needs."""
+    """Read the sizes off the streams. A chunk is no longer than the row needs; chunk = 0 takes the whole row as one."""
     B, T, H, K = x.q.shape
     HV, V = x.v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    whole = max(16, power_of_two(T))
+    C = min(chunk or whole, whole)
     return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, scale, x.u is not None, x.e is not None, precision, x.q.dtype, cu_seqlens, cu_seqlens_cpu
-    )
+        gate, rule, B, T, H, HV, K, V, N, C, scale, bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
+        precision=precision, dtype=x.q.dtype, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip

@@ -35,8 +35,8 @@ def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower
 def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Any]:
     """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
     x = dict(inputs)
-    if o["use_qk_l2norm_in_kernel"]:
-        x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
+    if o.get("use_qk_l2norm_in_kernel"):
+        x.update({n: l2norm(x[n]) for n in ("q", "k", "p") if x.get(n) is not None})
     if o.get("use_gate_in_kernel"):
         g, A_log, dt_bias = x["g"], o["A_log"], o["dt_bias"]
         if g is None:

@@ -20,7 +20,7 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
     e = k if x.e is None else to.split(x.e, dtype)
     beta = None if x.beta is None else to.split(x.beta, dtype)[..., None]
     a, b = (None if z is None else to.split(z, dtype) for z in (x.a, x.b))
-    u = None if x.u is None else x.u.to(dtype).view(p.H, n, 1, p.K)
+    u = None if x.u is None else x.u.to(dtype).contiguous().view(p.H, n, 1, p.K)
     decay = None
     if x.g is not None and p.gate is not Gate.NONE:
         decay = to.split(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g, dtype).exp_()
@@ -31,11 +31,11 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         s = S[:m]
         if u is not None:  # q reads before the write
             o[now] = q[now] @ s + (q[now] * u * k[now]).sum(-1, keepdim=True) * v[now]
-        X = None if a is None else a[now] @ s
+        X = None if a is None else a[now] @ s  # reads before the token forgets
         if decay is not None:
             s *= decay[now]
         if p.rule is Rule.DELTA:
-            X = v[now] - e[now] @ s
+            X = v[now] - (e[now] @ s if X is None else X)
             s += k[now].mT * (X if beta is None else beta[now] * X)
         else:
             s += k[now].mT * v[now]

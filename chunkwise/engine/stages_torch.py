@@ -30,9 +30,9 @@ class Chunks:
     key: Decay  # on the key side of the state
     value: Decay  # on its value side
     beta: Tensor | None = None  # [S, H, n, C, 1]
-    e: Tensor | None = None  # delta: the erase key, [S, H, 1, C, K]
+    e: Tensor | None = None  # delta: the erase key, [S, H, 1 or n, C, K]
     r: Tensor | None = None  # erase reader, [S, H, n, C, K]
-    w: Tensor | None = None  # writer of X, [S, H, 1, C, K]
+    w: Tensor | None = None  # writer of X, [S, H, 1 or n, C, K]
     u: Tensor | None = None  # [H, n, 1, K]
 
 
@@ -64,14 +64,15 @@ def enter(p: Problem, x: Streams) -> Chunks:
     key, value = decays(p, x, to)
     c = Chunks(to, to.split(x.q, dtype).mul_(p.scale), to.split(x.k, dtype), to.split(x.v, dtype), key, value)
     if p.rule is Rule.DELTA:
-        c.e = c.k if x.e is None else to.split(x.e, dtype)
+        erase = x.a if p.before else x.e
+        c.e = c.k if erase is None else to.split(erase, dtype)
         c.beta = None if x.beta is None else to.split(x.beta, dtype)[..., None]
         c.r = -c.e if c.beta is None else -c.beta * c.e
         c.w = c.k
     elif p.rule is Rule.DPLR:
         c.r, c.w = to.split(given(x.a), dtype), to.split(given(x.b), dtype)
     if x.u is not None:
-        c.u = x.u.to(dtype).view(p.H, p.HV // p.H, 1, p.K)
+        c.u = x.u.to(dtype).contiguous().view(p.H, p.HV // p.H, 1, p.K)
     return c
 
 
@@ -83,15 +84,15 @@ def given(x: Tensor | None) -> Tensor:
 
 def scores(p: Problem, c: Chunks) -> Scores:
     """Stage `scores`: M_qk, M_qw, M_rk, M_rw."""
-    M, before = Scores(), p.rule is Rule.DPLR
+    M = Scores()
     if p.rule is not Rule.DELTA:
         M.qk = c.key.scores(c.q, c.k, strict=p.bonus, before=p.bonus)
         if c.u is not None:
             M.qk = M.qk + torch.diag_embed((c.q * c.u * c.k).sum(-1))
     if c.r is not None and c.w is not None:
         M.qw = c.key.scores(c.q, c.w)
-        M.rw = c.key.scores(c.r, c.w, strict=True, before=before)
-        if before:
+        M.rw = c.key.scores(c.r, c.w, strict=True, before=p.before)
+        if p.rule is Rule.DPLR:
             M.rk = c.key.scores(c.r, c.k, strict=True, before=True)
     return M
 
@@ -133,8 +134,7 @@ def base(p: Problem, c: Chunks, M: Scores) -> Tensor | None:
 
 def wy(p: Problem, c: Chunks, M: Scores, T: Tensor) -> tuple[Tensor, Tensor]:
     """The WY form (u, w~): X = u + w~ S with u = T base, w~ = T (r e^G). For who looks: the pipeline reads the state first."""
-    before = p.rule is Rule.DPLR
-    return T @ given(base(p, c, M)), T @ c.key.start(given(c.r), before=before)
+    return T @ given(base(p, c, M)), T @ c.key.start(given(c.r), before=p.before)
 
 
 @dataclass

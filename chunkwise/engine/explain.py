@@ -1,0 +1,45 @@
+"""What a call would run, and why: the call itself, made with tensors that have shapes but no contents, while someone listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..spec import EXTRA_SIZES, Op, all_ops, extent
+from .dispatch import Choice, choose, run
+
+
+def choices(
+    op: Op | str, *, T: int, K: int = 128, device: str = "cpu", dtype: torch.dtype = torch.float32, grad: bool = False, **options: Any
+) -> list[Choice]:
+    """What the passes of a call of `op` (a member or its name) on T tokens would run; K channels a key and a value. No device is needed."""
+    op = all_ops()[op] if isinstance(op, str) else op
+    heard: list[Choice] = []
+
+    def listen(*args: Any, **kw: Any) -> Choice:
+        heard.append(choose(*args, **{**kw, "device": device}))
+        return heard[-1]
+
+    sizes = {**EXTRA_SIZES, "B": 1, "T": T, "H": 1, "HV": 1, "K": K, "V": K}
+    with torch.set_grad_enabled(grad):
+        shapes = {n: [extent(a, sizes) for a in arg.axes.split()] for n, arg in op.args.items()}
+        x = {n: torch.empty(s, dtype=dtype, device="meta", requires_grad=grad) for n, s in shapes.items()}
+        run(op, x, op.check(x), {**op.defaults, **options}, listen)
+    return heard
+
+
+def explain(op: Op | str, *, T: int, **call: Any) -> str:
+    """One line: what a call of `op` (a member or its name) on T tokens would run, and why. Keywords: those of `choices`.
+
+    >>> import chunkwise
+    >>> chunkwise.explain("gla", T=2048)
+    'gla: chunk form, torch backend, chunks of 64 (the general form)'
+    """
+    op = all_ops()[op] if isinstance(op, str) else op
+    lines = dict.fromkeys(_line(c) for c in choices(op, T=T, **call))
+    return f"{op.name}: {'; then '.join(lines) or 'an elementwise scan outside the pipeline'}"
+
+
+def _line(c: Choice) -> str:
+    return f"{c.form} form, {c.backend} backend, {f'chunks of {c.chunk}' if c.chunk else 'one chunk'} ({c.reason})"

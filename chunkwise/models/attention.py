@@ -1,0 +1,83 @@
+"""Softmax attention for hybrid models: grouped heads, rotary positions, PyTorch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ..nn import Packing, rotary
+from ..nn.packing import sequence_index
+
+
+class FullAttention(nn.Module):
+    """Causal attention over all earlier tokens of the same sequence.
+
+    Raises:
+        ValueError: heads that do not divide, an odd head size.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, layer_idx: int, num_kv_heads: int | None = None, head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+    ):  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"full_attention: hidden_size = {hidden_size} must be a multiple of num_heads = {num_heads}, or give head_dim")
+        head_dim = head_dim or hidden_size // num_heads
+        if num_heads % num_kv_heads or head_dim % 2:
+            raise ValueError(
+                f"full_attention: num_kv_heads must divide num_heads and the head size be even, got {num_kv_heads}, {num_heads}, {head_dim}"
+            )
+        self.num_heads, self.num_kv_heads, self.layer_idx, self.rope_theta = num_heads, num_kv_heads, layer_idx, rope_theta
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, packing: Packing, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """x, o: [B, T, D], or [1, n, D] when packed.
+
+        Args:
+            attention_mask: [B, S] over the S = past + T columns, nonzero where a token is real; None when all are.
+        """
+        q, k, v = (p(x).unflatten(-1, (h, -1)) for p, h in self._projections())
+        q, k = rotary(q, packing.positions, self.rope_theta), rotary(k, packing.positions, self.rope_theta)
+        padded = not packing.documents  # a padded batch goes back to [B, T] for the attention itself
+        if padded:
+            q, k, v = packing.unpack(q), packing.unpack(k), packing.unpack(v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, head]
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        T, S = q.shape[2], k.shape[2]
+        mask = self._documents(packing, T) if packing.documents else self._padding(attention_mask, T, S, q.device)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.num_kv_heads < self.num_heads)
+        o = o.transpose(1, 2).flatten(-2)
+        return self.o_proj(packing.pack(o) if padded else o)
+
+    def _projections(self) -> list[tuple[nn.Linear, int]]:
+        return [(self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)]
+
+    @staticmethod
+    def _padding(attention_mask: Tensor | None, T: int, S: int, device: torch.device) -> Tensor | None:
+        """[B or 1, 1, T, S] bool, or None where plain causality says it all."""
+        if attention_mask is None and T == S:
+            return None
+        earlier = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+        if attention_mask is None:
+            return earlier[None, None]
+        if attention_mask.shape[1] != S:
+            raise ValueError(f"attention_mask must cover the cache and the new tokens, S = {S} columns, got {attention_mask.shape[1]}")
+        # Padding rows look at themselves: a softmax over nothing is NaN, in the backward pass too.
+        itself = torch.zeros_like(earlier).diagonal_scatter(torch.ones(T, dtype=torch.bool, device=device), S - T)
+        return (earlier & attention_mask.bool()[:, None, :] | itself)[:, None]
+
+    @staticmethod
+    def _documents(packing: Packing, tokens: int) -> Tensor:
+        """[1, 1, n, n] bool: earlier tokens of the same document."""
+        document = sequence_index(cast(Tensor, packing.cu_seqlens), tokens)
+        return ((document[:, None] == document[None]).tril())[None, None]

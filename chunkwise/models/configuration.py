@@ -1,0 +1,144 @@
+"""The one configuration of all chunkwise models."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PretrainedConfig
+
+from ..nn import all_mixers, mixer_class
+from ..nn.activation import activation
+from ..nn.mlp import intermediate_size
+
+ATTENTION = "full_attention"  # softmax attention over all earlier tokens
+NONE = "none"  # no mixer at all: what the rest of the model can do alone
+
+
+@strict
+class ChunkwiseConfig(PretrainedConfig):
+    """Everything that decides a model's parameters and function.
+
+    The layers: `mixer`, one name for all of them (a member of `chunkwise.nn.all_mixers()`, "full_attention" or "none"), or
+    `layer_types`, one name per layer. Fields that only some members use are None by default, which is each member's own default; given
+    for a model where no layer uses them they are refused, so that no setting is silently without effect.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_heads: sizes. Bytes need 256.
+        head_dim, expand_k, expand_v, num_kv_heads, num_v_heads, chunk_size, use_short_conv, conv_size, conv_bias, feature_map, use_gate:
+            see `chunkwise.nn.mixer.MixerOptions`; rope_theta, gate_low_rank_dim, gate_logit_normalizer, lower_bound, allow_neg_eigval:
+            see the members' pages. head_dim, num_kv_heads and rope_theta also shape attention layers.
+        mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
+        hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
+        hidden_act: activation of the gated feed-forward layers.
+        norm_eps, initializer_range, tie_word_embeddings, use_cache: as everywhere in transformers.
+
+    Raises:
+        TypeError: an unknown key, with the nearest known one; a value of the wrong type. Unknown keys of a *loaded* file only warn.
+        ValueError: an unknown mixer, mode or activation, layers that contradict each other, a field that no layer uses.
+    """
+
+    model_type: ClassVar[str] = "chunkwise"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    mixer: str | None = None
+    layer_types: list[str] | None = None
+    mode: str = "chunk"
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    num_v_heads: int | None = None
+    head_dim: int | None = None
+    expand_k: float | int | None = None
+    expand_v: float | int | None = None
+    chunk_size: int | None = None
+    use_short_conv: bool | None = None
+    conv_size: int | None = None
+    conv_bias: bool | None = None
+    feature_map: str | None = None
+    use_gate: bool | None = None
+    rope_theta: float | int | None = None
+    gate_low_rank_dim: int | None = None
+    gate_logit_normalizer: float | int | None = None
+    lower_bound: float | int | None = None
+    allow_neg_eigval: bool | None = None
+    hidden_ratio: float | int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "silu"
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        unknown = sorted(kwargs.keys() - _known_to_transformers())
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [f.name for f in dataclasses.fields(self)], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"ChunkwiseConfig: unknown key {unknown[0]!r}{hint}")
+        if self.mixer is None:
+            self.mixer = "gated_delta_rule" if not self.layer_types else next((t for t in self.layer_types if t != ATTENTION), ATTENTION)
+        if self.layer_types is None:
+            self.layer_types = [self.mixer] * self.num_hidden_layers
+        if self.intermediate_size is None:
+            self.intermediate_size = intermediate_size(self.hidden_size, 4.0 if self.hidden_ratio is None else self.hidden_ratio)
+        elif self.hidden_ratio is not None and self.intermediate_size != intermediate_size(self.hidden_size, self.hidden_ratio):
+            raise ValueError(f"ChunkwiseConfig: hidden_ratio {self.hidden_ratio} contradicts intermediate_size {self.intermediate_size}")
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; keys that this version does not know, as a newer version's file may hold, are dropped with a warning."""
+        known = {f.name for f in dataclasses.fields(cls)} | _known_to_transformers()
+        unknown = sorted(config_dict.keys() - known)
+        if unknown:
+            warnings.warn(f"ChunkwiseConfig: unknown keys in the loaded configuration are ignored: {', '.join(unknown)}", stacklevel=2)
+        return super().from_dict({k: v for k, v in config_dict.items() if k in known}, **kwargs)
+
+    def mixer_options(self, name: str) -> dict[str, Any]:
+        """The keyword arguments of the mixer `name`: the fields that it takes, where they are given."""
+        own = {"mode": self.mode, "norm_eps": self.norm_eps}
+        taken = set(mixer_class(name).options())
+        return {n: own.get(n, getattr(self, n)) for n in taken if own.get(n, getattr(self, n)) is not None}
+
+    def validate_layer_type(self) -> None:
+        """Refuse layers that contradict each other and fields that no layer uses. Called by transformers and by the model."""
+        types = self.layer_types or []
+        known = [*all_mixers(), ATTENTION, NONE]
+        for name in {*types, self.mixer}:
+            if name not in known:
+                raise ValueError(f"ChunkwiseConfig: mixer and layer_types must be among {known}, got {name!r}")
+        if len(types) != self.num_hidden_layers:
+            raise ValueError(f"ChunkwiseConfig: layer_types names {len(types)} layers, num_hidden_layers is {self.num_hidden_layers}")
+        if types and self.mixer not in types:
+            raise ValueError(f"ChunkwiseConfig: mixer = {self.mixer!r} is none of layer_types = {types}")
+        activation(self.hidden_act)
+        taken = {"head_dim", "num_kv_heads", "rope_theta"} if ATTENTION in types else set()
+        for name in set(types) - {ATTENTION, NONE}:
+            taken |= set(mixer_class(name).options())
+        for field in _optional_fields():
+            if getattr(self, field) is not None and field not in taken:
+                raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses {field}, got {getattr(self, field)!r}")
+
+
+def _optional_fields() -> list[str]:
+    """The fields of mixers: those of ChunkwiseConfig that some member takes and that are None by default."""
+    taken = {option for mixer in all_mixers().values() for option in mixer.options()}
+    return [f.name for f in dataclasses.fields(ChunkwiseConfig) if f.name in taken and f.default is None]
+
+
+def _known_to_transformers() -> set[str]:
+    """Keys that transformers itself puts into, or takes out of, a configuration."""
+    base = {f.name for f in dataclasses.fields(PretrainedConfig)}
+    kept = {"model_type", "auto_map", "torch_dtype", "attn_implementation", "experts_implementation", "output_attentions", "name_or_path"}
+    internal = {"_name_or_path", "_commit_hash", "_attn_implementation_internal", "_experts_implementation_internal", "num_labels"}
+    return base | kept | internal | {"quantization_config", "per_layer_config", "transformers_version"}

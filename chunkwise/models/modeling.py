@@ -1,0 +1,255 @@
+"""The one modeling file: a stack of mixers and gated feed-forward layers as a Hugging Face causal language model."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ..nn import GatedMLP, Mixer, Packing, RMSNorm, ShortConvolution, mixer_class, plan_packing
+from .attention import FullAttention
+from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
+from .configuration import ATTENTION, NONE, ChunkwiseConfig
+
+IGNORED = -100  # the label of tokens that are not predicted
+
+
+class Block(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); without the first half for the layer type "none"."""
+
+    def __init__(self, config: ChunkwiseConfig, layer_idx: int):
+        super().__init__()
+        D, name = config.hidden_size, cast(list, config.layer_types)[layer_idx]
+        self.layer_idx = layer_idx
+        self.attn: nn.Module | None = None
+        if name == ATTENTION:
+            given = {n: getattr(config, n) for n in ("num_kv_heads", "head_dim", "rope_theta") if getattr(config, n) is not None}
+            self.attn = FullAttention(D, config.num_heads, layer_idx, **given)
+        elif name != NONE:
+            self.attn = mixer_class(name)(D, config.num_heads, **config.mixer_options(name))
+        if self.attn is not None:
+            self.attn_norm = RMSNorm(D, config.norm_eps)
+        self.mlp_norm = RMSNorm(D, config.norm_eps)
+        self.mlp = GatedMLP(D, cast(int, config.intermediate_size), config.hidden_act)
+
+    def forward(self, x: Tensor, packing: Packing, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """x [B, T, D], or [1, n, D] when packed."""
+        state = None
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        if isinstance(self.attn, FullAttention):
+            x = x + self.attn(self.attn_norm(x), packing, attention_mask, cache)
+        elif isinstance(self.attn, Mixer):
+            before = layer.state if isinstance(layer, MixerCacheLayer) else None
+            y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None)
+            x = x + y
+        if isinstance(layer, MixerCacheLayer):
+            layer.advance(state, packing.length)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ChunkwisePreTrainedModel(PreTrainedModel):
+    """Initialisation and loading, shared by the model with and without the head."""
+
+    config_class = ChunkwiseConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # forward takes num_items_in_batch
+    _input_embed_layer = "embeddings"
+    _no_split_modules = ["Block"]
+    _is_stateful = True  # a recurrent state cannot be rolled back
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Mixer):
+            for name, value in module.initial_values(module.q_proj.weight.device).items():
+                init.copy_(getattr(module, name), value)
+        elif isinstance(module, ShortConvolution):
+            init.uniform_(module.weight, -module.bound, module.bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -module.bound, module.bound)
+
+
+class ChunkwiseModel(ChunkwisePreTrainedModel):
+    """Embeddings, the blocks and a last norm."""
+
+    def __init__(self, config: ChunkwiseConfig):
+        super().__init__(config)
+        config.validate_layer_type()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        packing: Packing | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """The last layer's normed states, [B, T, D]; zero at padding.
+
+        Args:
+            input_ids [B, T] int64, or inputs_embeds [B, T, D].
+            attention_mask [B, S], position_ids [B, T], cu_seqlens [N + 1]: padding and packed documents, see `nn.plan_packing`.
+                S counts the cached columns too.
+            cache: the states of earlier calls, a transformers Cache; `past_key_values` is its older name.
+            use_cache: return the cache; default config.use_cache outside training, False in training.
+            packing: the plan of this call, when the caller has made it from the three arguments before.
+
+        Raises:
+            ValueError: shapes and options that contradict each other, naming them.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if output_attentions:
+            raise ValueError("output_attentions: linear-attention layers form no attention matrix")
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self.open(cache, past_key_values, use_cache)
+        if packing is None:
+            packing = self.plan(x, attention_mask, position_ids, cu_seqlens, cache)
+        if packing.documents and cache is not None and ATTENTION in cast(list, self.config.layer_types):
+            if use_cache or cache.get_seq_length() > 0:
+                raise ValueError("packed documents leave no cache in a model with full_attention layers: pass use_cache=False")
+            cache = None
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None
+
+        x = packing.pack(x)
+        every = [x] if _flag(output_hidden_states, self.config.output_hidden_states) else None
+        for block in self.layers:
+            x = block(x, packing=packing, attention_mask=attention_mask, cache=cache)
+            if every is not None:
+                every.append(x)
+        last = packing.unpack(self.norm(x))
+        hidden = None if every is None else (*(packing.unpack(s) for s in every[:-1]), last)
+        output = BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden, **{CACHE_FIELD: cache})
+        return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def open(self, cache: Cache | None, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache of this call, ready for this model's layers, or None."""
+        if cache is not None and past_key_values is not None:
+            raise ValueError("past_key_values is the older name of cache: give one, not both")
+        cache = past_key_values if cache is None else cache
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and (cache is not None or use_cache):
+            raise ValueError("use_cache: gradient checkpointing runs each layer twice, so it cannot keep a cache; pass use_cache=False")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return None if cache is None and not use_cache else open_cache(self.config, cache)
+
+    def plan(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None
+    ) -> Packing:
+        """How the call x [B, T, ...] is laid out: `nn.plan_packing` with what the cache knows."""
+        seen = None if cache is None else tokens_seen(cache)
+        if seen is None and cache is not None and position_ids is None and (past := cache.get_seq_length()) > 0:
+            # Attention layers alone: they count columns, and the mask tells which of them are real.
+            real = torch.ones(x.shape[0], past, device=x.device) if attention_mask is None else attention_mask[:, :past]
+            seen = real.to(torch.int64).sum(1)
+        return plan_packing(
+            x.shape[0], x.shape[1], device=x.device, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens,
+            offset=seen,
+        )  # fmt: skip
+
+
+class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
+    """The language model: `ChunkwiseModel` and a linear head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
+
+    def __init__(self, config: ChunkwiseConfig):
+        super().__init__(config)
+        self.model = ChunkwiseModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, T, vocab], and the loss when labels are given. Arguments not named here: `ChunkwiseModel.forward`.
+
+        Args:
+            labels: [B, T] int64, unshifted; -100 is not predicted, and neither are padding and the first token of any document or row.
+                The loss is the mean cross entropy in nats over what is predicted, 0 when nothing is.
+            logits_to_keep: the last so many positions, or the positions in a tensor; 0 is all. Not together with labels.
+            num_items_in_batch: divide the summed loss by this instead (gradient accumulation).
+            cu_seq_lens_q: `cu_seqlens` under the name that transformers' flattening collator gives it; cu_seq_lens_k, max_length_q,
+                max_length_k and seq_idx say the same again and are not read.
+        """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("logits_to_keep cuts the positions that labels need: give one, not both")
+        if cu_seqlens is None:
+            cu_seqlens = cu_seq_lens_q
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        cache = self.model.open(cache, past_key_values, use_cache)
+        packing = self.model.plan(given, attention_mask, position_ids, cu_seqlens, cache)
+        output = self.model(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, cu_seqlens,
+            packing=packing, output_hidden_states=output_hidden_states, output_attentions=output_attentions, return_dict=True,
+        )  # fmt: skip
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
+        hidden = output.last_hidden_state
+        logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
+        loss = None if labels is None else _loss(logits, labels, packing, num_items_in_batch)
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_FIELD: output.get(CACHE_FIELD)}
+        )
+        return result if _flag(return_dict, self.config.return_dict) else result.to_tuple()
+
+
+def _loss(logits: Tensor, labels: Tensor, packing: Packing, items: Tensor | int | None) -> Tensor:
+    """Cross entropy of each token given the one before it in its own sequence; nothing predicts a first token or padding."""
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels must be [B, T] = {list(logits.shape[:2])}, got {list(labels.shape)}")
+    if packing.cu_seqlens is not None:
+        logits, labels = packing.pack(logits), packing.pack(labels)
+        first = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=logits.device).index_fill(0, packing.cu_seqlens, True)[:-1]
+        labels = labels.masked_fill(first, IGNORED)
+    target = labels[:, 1:].flatten().to(logits.device)
+    scores = logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), target, ignore_index=IGNORED, reduction="sum")
+    return total / ((target != IGNORED).sum().clamp(min=1) if items is None else items)
+
+
+def _flag(given: bool | None, default: bool | None) -> bool:
+    return bool(default if given is None else given)

@@ -1,0 +1,43 @@
+"""Layers and the modules they are made of. Needs torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .activation import activation
+from .conv import ShortConvolution, causal_conv1d
+from .mixer import Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
+from .mlp import GatedMLP
+from .norm import GatedRMSNorm, RMSNorm, l2norm
+from .packing import Packing, plan_packing
+from .rotary import rotary
+
+__all__ = [
+    "GatedMLP",
+    "GatedRMSNorm",
+    "Mixer",
+    "MixerState",
+    "Packing",
+    "RMSNorm",
+    "ShortConvolution",
+    "activation",
+    "all_mixers",
+    "causal_conv1d",
+    "l2norm",
+    "mixer_class",
+    "parameters_without_decay",
+    "plan_packing",
+    "rotary",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The layer classes by their own names (`GatedDeltaNet`, ...), found on their pages."""
+    for mixer in all_mixers().values():
+        if mixer.__name__ == name:
+            return mixer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(mixer.__name__ for mixer in all_mixers().values())})

@@ -1,0 +1,39 @@
+"""Gated DeltaNet: the delta rule on a state that also forgets, by one data-dependent gate per head.
+
+Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule. ICLR 2025.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..norm import wide
+from .skeleton import Mixer, MixerOptions, log_softplus_gate, mamba_gate_values
+
+
+class GatedDeltaNet(Mixer):
+    op = "gated_delta_rule"
+    expand_v = 2.0
+    use_short_conv = True
+    qkv_activation = "silu"
+    op_options = {"use_qk_l2norm_in_kernel": True}
+    keep_float32 = ("A_log", "dt_bias")
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, hidden_size: int, num_heads: int, *, allow_neg_eigval: bool = False, **options: Unpack[MixerOptions]):
+        super().__init__(hidden_size, num_heads, **options)
+        self.beta_scale = 2.0 if allow_neg_eigval else 1.0  # beta in (0, 2): I - beta k k' may reflect
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.finish()
+
+    def initial_values(self, device: torch.device) -> dict[str, Tensor]:
+        return mamba_gate_values(self.num_v_heads, self.num_v_heads, device)
+
+    def streams(self, x: Tensor) -> dict[str, Tensor]:
+        g = log_softplus_gate(self.a_proj(x), self.A_log, self.dt_bias)  # [B, T, HV]
+        return {"g": g, "beta": wide(self.b_proj(x)).sigmoid() * self.beta_scale}

@@ -1,0 +1,36 @@
+"""Rotary position embedding, from each token's position: no tables, so nothing grows, is saved or goes stale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """Turn the pairs (x_i, x_{i + K/2}) of every head by positions * theta^(-2i/K).
+
+    Args:
+        x: [B, T, H, K], K even.
+        positions: [B or 1, T] integers: offsets and packed documents are whatever these say. Angles are computed in float64,
+            so that far positions keep their phase.
+        theta: the base of the wavelengths.
+
+    Returns:
+        [B, T, H, K] in x's dtype, computed in float32 for half types.
+
+    Raises:
+        ValueError: K is odd, or positions do not fit x.
+
+    Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
+    """
+    B, T, _, K = x.shape
+    if K % 2:
+        raise ValueError(f"rotary: the head size K must be even, got {K}")
+    if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T:
+        raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}], got {list(positions.shape)}")
+    pair = torch.arange(K // 2, device=x.device, dtype=torch.float64)
+    angle = positions.to(torch.float64)[..., None, None] * theta ** (pair * (-2.0 / K))  # [B or 1, T, 1, K/2]
+    half = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = angle.cos().to(half), angle.sin().to(half)
+    a, b = x.to(half).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)

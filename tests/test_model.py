@@ -1,0 +1,166 @@
+"""The Hugging Face model: padding, packing, loss, checkpointing, compilation."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from model_case import build, cache_of, flat, gradients, ids, kinds, wide
+from nn_agreement import agree
+from torch.nn import functional as F
+
+from chunkwise.models.cache import CACHE_FIELD
+from chunkwise.nn import plan_packing
+
+
+@kinds
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_logits_and_gradients_are_those_alone(kind, side):
+    model, x = build(**kind).train(), ids(2, 40)
+    mask = torch.ones_like(x)
+    mask[0, slice(0, 23) if side == "left" else slice(17, 40)] = 0
+    labels = x if side == "left" else x.masked_fill(mask == 0, -100)  # padding is never predicted, whatever its labels
+
+    def alone(model):
+        model.zero_grad()
+        rows = [model(x[i : i + 1, mask[i].bool()]).logits for i in range(2)]
+        total = sum(F.cross_entropy(r[0, :-1], x[i, mask[i].bool()][1:], reduction="sum") for i, r in enumerate(rows))
+        (total / (mask.sum() - 2)).backward()
+        return flat(torch.cat([r[0] for r in rows])) | gradients(model)
+
+    def padded(model):
+        model.zero_grad()
+        output = model(x, attention_mask=mask, labels=labels)
+        output.loss.backward()
+        return flat(output.logits[mask.bool()]) | gradients(model)
+
+    agree(padded(model), alone(wide(model)), alone(model))
+
+
+@kinds
+@pytest.mark.parametrize("by", ["cu_seqlens", "position_ids", "collator"])
+def test_packed_documents_are_separate_documents(kind, by):
+    model, x, cu = build(**kind).train(), ids(1, 60), torch.tensor([0, 20, 27, 60])
+    positions = torch.cat([torch.arange(n) for n in cu.diff().tolist()])[None]
+    given = {
+        "cu_seqlens": dict(cu_seqlens=cu, attention_mask=torch.ones_like(x)),
+        "position_ids": dict(position_ids=positions),
+        "collator": dict(position_ids=positions, cu_seq_lens_q=cu.int(), cu_seq_lens_k=cu.int(), max_length_q=33, max_length_k=33),
+    }[by]
+
+    def separate(model):
+        model.zero_grad()
+        rows = [x[:, a:b] for a, b in itertools.pairwise(cu.tolist())]
+        outputs = [model(row, labels=row) for row in rows]
+        (sum(o.loss * (row.shape[1] - 1) for o, row in zip(outputs, rows, strict=True)) / (60 - 3)).backward()
+        return flat(torch.cat([o.logits for o in outputs], 1)) | gradients(model)
+
+    model.zero_grad()
+    output = model(x, labels=x, **given)
+    output.loss.backward()
+    agree(flat(output.logits) | gradients(model), separate(wide(model)), separate(model))
+    changed = x.clone()
+    changed[:, :20] = ids(1, 20, seed=7)
+    assert torch.equal(model(changed, **given).logits[:, 20:], output.logits[:, 20:])
+
+
+def test_packed_prefill_leaves_a_state_for_each_document():
+    model, x, cu, more = build(), ids(1, 60), torch.tensor([0, 20, 27, 60]), ids(3, 1, seed=1)
+
+    def separate(model):
+        caches = [cache_of(model(x[:, a:b], use_cache=True)) for a, b in itertools.pairwise(cu.tolist())]
+        return flat(torch.cat([model(more[i : i + 1], **{CACHE_FIELD: c}).logits for i, c in enumerate(caches)]))
+
+    with torch.no_grad():
+        packed = model(more, **{CACHE_FIELD: cache_of(model(x, cu_seqlens=cu, use_cache=True))}).logits
+        agree(flat(packed), separate(wide(model)), separate(model))
+    with pytest.raises(ValueError, match="packed documents leave no cache"):
+        build(mixer="full_attention")(x, cu_seqlens=cu, use_cache=True)
+
+
+def test_loss_is_shifted_cross_entropy():
+    model, x = wide(build()), ids(2, 12)
+    labels = x.clone()
+    labels[0, 5:] = -100
+    output = model(x, labels=labels)
+    logits = output.logits
+    want = -torch.cat([logits[i, t].log_softmax(-1)[labels[i, t + 1]][None] for i in range(2) for t in range(11) if labels[i, t + 1] >= 0])
+    agree({"loss": output.loss}, {"loss": want.mean()})
+    agree({"loss": model(x, labels=labels, num_items_in_batch=7).loss}, {"loss": want.sum() / 7})
+    assert model(x, labels=torch.full_like(x, -100)).loss == 0
+    with pytest.raises(ValueError, match="labels must be"):
+        model(x, labels=x[:, 1:])
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(x, labels=x, logits_to_keep=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_compiles_without_a_graph_break(packed):
+    model, x = build(mixer="gated_delta_rule").train(), ids(1, 40)
+    given = dict(cu_seqlens=torch.tensor([0, 13, 40])) if packed else {}
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        loss = run(x, labels=x, **given).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **gradients(model)})
+    assert all(torch.equal(g, results[1][n]) for n, g in results[0].items())
+
+
+def test_logits_to_keep_keeps_those():
+    model, x = build(), ids(2, 12)
+    whole = model(x).logits
+    assert torch.equal(model(x, logits_to_keep=3).logits, whole[:, -3:])
+    assert torch.equal(model(x, logits_to_keep=torch.tensor([2, 5])).logits, whole[:, [2, 5]])
+
+
+@kinds
+def test_checkpointing_changes_nothing(kind):
+    plain, x, cu = build(**kind).train(), ids(1, 50), torch.tensor([0, 13, 50])
+    results = []
+    for reentrant in (None, False, True):
+        model = copy.deepcopy(plain)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        loss = model(x, labels=x, cu_seqlens=cu).loss
+        loss.backward()
+        results.append((loss, gradients(model)))
+    for loss, grads in results[1:]:
+        assert torch.equal(loss, results[0][0]) and all(torch.equal(g, results[0][1][n]) for n, g in grads.items())
+    with pytest.raises(ValueError, match="use_cache"):
+        model(x, use_cache=True)
+
+
+def test_hidden_states_and_tuples():
+    model, x = build(), ids(1, 6)
+    output = model(x, output_hidden_states=True)
+    assert len(output.hidden_states) == 3 and torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert torch.equal(model(x, return_dict=False)[0], output.logits)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(x)).logits
+    assert torch.equal(embedded, output.logits)
+    for wrong in (dict(), dict(input_ids=x, inputs_embeds=model.get_input_embeddings()(x))):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**wrong)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(x, output_attentions=True)
+
+
+def test_attention_is_its_definition():
+    model, x = build(mixer="full_attention", num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0), ids(1, 9)
+    layer = wide(model).model.layers[0].attn
+    h = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = (F.linear(h, p.weight).view(9, -1, 6) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    turn = torch.outer(torch.arange(9.0, dtype=torch.float64), 100 ** (-torch.arange(3, dtype=torch.float64) / 3))
+    turn = torch.polar(torch.ones_like(turn), turn)[:, None]
+    q, k = (torch.complex(t[..., :3], t[..., 3:]) * turn for t in (q, k))
+    rows = []
+    for t in range(9):
+        scores = [(q[t, i] * k[: t + 1, i // 2].conj()).real.sum(-1) / 6**0.5 for i in range(4)]
+        rows.append(torch.cat([s.softmax(0) @ v[: t + 1, i // 2] for i, s in enumerate(scores)]))
+    truth = F.linear(torch.stack(rows), layer.o_proj.weight)
+    single = model.model.layers[0].attn(h.float()[None], plan_packing(1, 9))[0]
+    exact = layer(h[None], plan_packing(1, 9))[0]
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    agree({"o": exact.detach()}, {"o": truth}, {"o": truth + (single.double() - truth) * ratio})
+    assert model(x).logits.isfinite().all()

@@ -1,0 +1,157 @@
+"""Bad input is refused by name, before anything runs: the op, the argument, what was wanted and what was given."""
+
+import pytest
+import torch
+from oracle import OPS, Case, ids, make
+
+import chunkwise
+from chunkwise.spec import public_functions
+
+every = pytest.mark.parametrize("op", OPS, ids=ids)
+CASE = Case(B=2, T=8, H=2, K=4, V=4)
+
+
+def refused(op, error, names, x, **options):
+    with pytest.raises(error) as raised:
+        op(x, **options)
+    text = str(raised.value)
+    assert text.startswith(f"{op.name}: ") and "\n" not in text
+    for name in names if isinstance(names, tuple) else (names,):
+        assert name in text, text
+
+
+def inputs(op, dtype=torch.float32):
+    return {n: t.detach() for n, t in make(op, CASE, dtype).x.items()}
+
+
+@every
+def test_a_wrong_shape_names_its_argument(op):
+    for name in list(op.args)[1:]:
+        axes = op.args[name].axes.split()
+        bound = {a for n in list(op.args)[: list(op.args).index(name)] for a in op.args[n].axes.split()}
+        cuts = [lambda t, i=i: t.narrow(i, 0, 1) for i, a in enumerate(axes) if a in bound and a != "HV"]
+        for bad in (lambda t: t.unsqueeze(0), lambda t: t[0], *cuts):
+            x = inputs(op)
+            x[name] = bad(x[name])
+            refused(op, ValueError, (name, "must be ["), x)
+
+
+@every
+def test_what_is_not_a_floating_tensor_is_refused(op):
+    for name in op.args:
+        for bad in (None, 1.0, [1.0], inputs(op)[name].long()):
+            if bad is None and op.args[name].optional:
+                continue
+            x = inputs(op)
+            x[name] = bad
+            refused(op, TypeError, name, x)
+
+
+@every
+def test_streams_of_two_dtypes_are_refused(op):
+    streams = [n for n, a in op.args.items() if not a.free_dtype]
+    for name in streams[1:]:
+        x = inputs(op)
+        x[name] = x[name].bfloat16()
+        refused(op, TypeError, (name, "torch.float32", "torch.bfloat16"), x)
+
+
+@every
+def test_gates_have_a_dtype_of_their_own(op):
+    x, low = inputs(op, torch.bfloat16), inputs(op, torch.bfloat16)
+    for name, arg in op.args.items():
+        if arg.free_dtype:
+            x[name] = x[name].float()
+    o, _ = op(x)
+    assert o.dtype == torch.bfloat16 and torch.equal(o, op(low)[0])
+
+
+@every
+def test_another_device_is_refused(op):
+    name = list(op.args)[1]
+    x = inputs(op)
+    x[name] = x[name].to("meta")
+    refused(op, ValueError, (name, "meta"), x)
+
+
+@every
+def test_heads_must_divide(op):
+    x = make(op, Case(T=8, H=1, n=3)).x
+    refused(
+        op,
+        ValueError,
+        ("HV=3", "H=2"),
+        {n: t.detach().repeat_interleave(2, 2) if "H" in op.args[n].axes.split() else t.detach() for n, t in x.items()},
+    )
+
+
+@every
+def test_unknown_keywords_are_refused(op):
+    for name in ("scal", "head_first", "cu_seqlen", "use_l2norm"):
+        refused(op, TypeError, name, inputs(op), **{name: None})
+
+
+@every
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("form", "chunky"), ("backend", "cuda"), ("chunk_size", 48), ("precision", "fp8"), ("form", "parallel"), ("backend", "triton")],
+)
+def test_options_take_listed_values(op, option, value):
+    if value == "parallel" and op.parallel:
+        return
+    refused(op, ValueError, (value if isinstance(value, str) else str(value),), inputs(op), **{option: value})
+
+
+@every
+@pytest.mark.parametrize(
+    ("cu", "error"),
+    [
+        ([0, 5, 4, 8], ValueError), ([1, 8], ValueError), ([0, 7], ValueError), ([0, 9], ValueError), ([[0, 8]], ValueError), ([], ValueError),
+        ([0.0, 8.0], TypeError), ("0,8", TypeError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_offsets_must_rise_from_zero_to_the_end(op, cu, error):
+    x = {n: t.detach() for n, t in make(op, Case(T=8, H=2)).x.items()}
+    cu = cu if isinstance(cu, str) else torch.tensor(cu, dtype=None if cu else torch.int32)
+    refused(op, error, "cu_seqlens", x, cu_seqlens=cu)
+
+
+@every
+def test_packing_wants_one_row(op):
+    refused(op, ValueError, ("cu_seqlens", "B=2"), inputs(op), cu_seqlens=torch.tensor([0, 8]))
+    refused(op, ValueError, "cu_seqlens_cpu", inputs(op), cu_seqlens_cpu=torch.tensor([0, 8]))
+
+
+@every
+def test_states_of_another_shape_are_refused(op):
+    for shape in ((2, 2, 4, 5), (1, 2, 4, 4), (2, 2, 16), (2, 1, 4, 4)):
+        refused(op, ValueError, ("initial_state", "[N, HV, K, V]"), inputs(op), initial_state=torch.zeros(shape))
+    x = {n: t.detach() for n, t in make(op, Case(T=8, K=4, V=6)).x.items()}
+    refused(op, ValueError, ("initial_state", "[N, HV, V, K]"), x, initial_state=torch.zeros(1, 1, 4, 6), state_v_first=True)
+    refused(op, TypeError, "initial_state", inputs(op), initial_state=torch.zeros(2, 2, 4, 4, dtype=torch.long))
+
+
+def test_raw_gates_need_their_parameters():
+    for op in OPS:
+        if "A_log" not in op.defaults:
+            continue
+        x = inputs(op)
+        refused(op, ValueError, "A_log", x, use_gate_in_kernel=True)
+        refused(op, ValueError, "A_log", x, use_gate_in_kernel=True, A_log=torch.zeros(3))
+        refused(op, ValueError, "dt_bias", x, use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(3))
+        refused(op, ValueError, "lower_bound", x, use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound=5.0)
+        refused(op, ValueError, "use_gate_in_kernel", x, A_log=torch.zeros(2))
+        refused(op, ValueError, "use_beta_sigmoid_in_kernel", x, allow_neg_eigval=True)
+
+
+def test_a_form_s_function_takes_no_form():
+    for name, function in public_functions().items():
+        if name.startswith("chunk_"):
+            with pytest.raises(TypeError, match=name):
+                function(form="chunk")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(AttributeError, match="no attribute 'glaa'"):
+        chunkwise.glaa  # noqa: B018

@@ -1,0 +1,120 @@
+"""Members inside PyTorch: tracing, operator checks, finite differences, autocast, checkpointing, functional transforms."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from oracle import OPS, Case, engine, ids, make
+from torch.utils.checkpoint import checkpoint
+
+every = pytest.mark.parametrize("op", OPS, ids=ids)
+single = pytest.mark.parametrize("op", [op for op in OPS if op.lower is not None], ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@every
+def test_compiles_whole_with_any_length(op):
+    def layer(x, S0):
+        o, S = op(x, initial_state=S0, output_final_state=True)
+        return o * 2, S
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (64, 65, 200):
+        call = make(op, Case(B=2, T=T, H=2, K=8, V=4, chunk=64), torch.float32)
+        got, want = (torch.autograd.grad([t.sum() for t in f(call.x, call.S0)], list(call.leaves().values())) for f in (compiled, layer))
+        for name, a, b in zip(call.leaves(), got, want):
+            assert torch.equal(a, b), name
+
+
+@every
+def test_a_packed_call_compiles_once(op):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, cu: op(x, cu_seqlens=cu)[0], fullgraph=True, dynamic=True, backend=counter)
+    for T, N in ((40, 3), (41, 4), (64, 5), (90, 2)):
+        call = make(op, Case(T=T, H=2, N=N), torch.float32)
+        assert torch.equal(compiled(call.x, call.cu), op(call.x, cu_seqlens=call.cu)[0])
+    assert counter.frame_count <= 2
+
+
+@single
+@pytest.mark.parametrize("packed", [False, True])
+def test_operator_checks(op, packed):
+    call = make(op, Case(T=20, H=2, n=2, K=4, V=3, N=3 if packed else None), torch.float32)
+    x = op.lower(**call.x, **op.settings)
+    gate = "none" if x.g is None else op.gate.value
+    still = [None if t is None else t.detach() for t in (*x, call.S0, call.cu)]
+    args = (*still, None, gate, op.rule.value, "chunk", 16, 0.5, "ieee", True, True)
+    torch.library.opcheck(torch.ops.chunkwise.forward.default, args)
+    o, S, saved = torch.ops.chunkwise.forward(*args)
+    args = (*still, None, gate, op.rule.value, "chunk", 16, 0.5, "ieee", saved, torch.randn_like(o), torch.randn_like(S))
+    torch.library.opcheck(torch.ops.chunkwise.backward.default, args)
+
+
+@every
+def test_gradients_are_finite_differences(op):
+    call = make(op, Case(T=19, H=1, n=2, K=3, V=2))
+    names = list(call.x)
+    assert torch.autograd.gradcheck(
+        lambda S0, *x: op(dict(zip(names, x)), initial_state=S0, output_final_state=True, chunk_size=16),
+        (call.S0, *call.x.values()),
+        fast_mode=True,
+    )
+
+
+@every
+def test_autocast_changes_nothing(op):
+    call = make(op, Case(B=2, T=40, H=2, K=8, V=4), torch.float32)
+    want = engine(call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = engine(call)
+    for name, t in want.items():
+        assert torch.equal(got[name], t), name
+
+
+@every
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing(op, reentrant):
+    call = make(op, Case(T=40, H=2, K=8, V=4, N=3), torch.float32)
+    names = list(call.x)
+    run = lambda cu, *x: op(dict(zip(names, x)), cu_seqlens=cu)[0]
+    plain = run(call.cu, *call.x.values())
+    again = checkpoint(run, call.cu, *call.x.values(), use_reentrant=reentrant)
+    assert torch.equal(plain, again)
+    d = [torch.autograd.grad(o.square().sum(), list(call.x.values())) for o in (plain,)]
+    again.square().sum().backward()
+    for name, g in zip(names, d[0]):
+        assert torch.equal(call.x[name].grad, g), name
+
+
+@every
+def test_functional_gradients(op):
+    call = make(op, Case(T=20, H=2, K=4, V=4))
+    x = {n: t.detach() for n, t in call.x.items()}
+    got = torch.func.grad(lambda x: op(x)[0].square().sum())(x)
+    want = torch.autograd.grad(op(call.x)[0].square().sum(), list(call.x.values()))
+    for name, g in zip(x, want):
+        assert torch.equal(got[name], g), name
+
+
+@every
+def test_only_wanted_gradients_are_returned(op):
+    call = make(op, Case(T=20, H=2, K=4, V=4))
+    for name in call.x:
+        x = {n: t.detach().requires_grad_(n == name) for n, t in call.x.items()}
+        o, S = op(x, output_final_state=True)
+        S.sum().backward()
+        assert x[name].grad is not None and all(t.grad is None for n, t in x.items() if n != name)
+
+
+@every
+def test_only_the_state_may_be_used(op):
+    call = make(op, Case(T=40, H=2, K=4, V=4))
+    _, S = op(call.x, initial_state=call.S0, output_final_state=True, chunk_size=16)
+    only = torch.autograd.grad(S.square().sum(), list(call.leaves().values()), allow_unused=True)
+    o, S = op(call.x, initial_state=call.S0, output_final_state=True, chunk_size=16)
+    both = torch.autograd.grad((o * 0).sum() + S.square().sum(), list(call.leaves().values()))
+    for name, a, b in zip(call.leaves(), only, both):
+        assert torch.equal(torch.zeros_like(b) if a is None else a, b), name
