@@ -98,6 +98,19 @@ def make(op: Op, case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) 
     return Call(op, case, x, S0, None if cu is None else cu.to(DEVICE))
 
 
+def widen(op: Op, name: str, t: Tensor, n: int) -> Tensor:
+    """Key heads repeated until every value head has its own."""
+    axes = op.args[name].axes.split()
+    return t.repeat_interleave(n, axes.index("H")) if "H" in axes else t
+
+
+def head(op: Op, name: str, t: Tensor, i: int) -> Tensor:
+    """The input of one head."""
+    axes = op.args[name].axes.split()
+    at = next((axes.index(a) for a in ("H", "HV") if a in axes), None)
+    return t if at is None else t.narrow(at, i, 1)
+
+
 def with_gradients(o: Tensor, S: Tensor, leaves: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     """Outputs, and the gradients of a random, dense function of both."""
     gen = torch.Generator().manual_seed(seed)

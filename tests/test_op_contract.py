@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from oracle import DEVICE, OPS, Case, check, definition, engine, honest, ids, make, with_gradients
+from oracle import DEVICE, OPS, Case, check, definition, engine, head, honest, ids, make, widen, with_gradients
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
 PLAIN = Case(B=3, T=41, H=2, n=2, K=6, V=5)
@@ -228,9 +228,8 @@ def test_inputs_are_left_alone(op):
 @every
 def test_value_heads_share_key_heads(op):
     call = make(op, Case(T=37, H=2, n=3, K=6, V=5))
-    axes = {n: a.axes.split() for n, a in op.args.items()}
-    wide = {n: t.detach().repeat_interleave(3, axes[n].index("H")) if "H" in axes[n] else t.detach() for n, t in call.x.items()}
-    if not any("HV" in a for a in axes.values()):
+    wide = {n: widen(op, n, t.detach(), 3) for n, t in call.x.items()}
+    if not any("HV" in a.axes.split() for a in op.args.values()):
         pytest.skip("has as many value heads as key heads")
     shared, _ = op(call.x, initial_state=call.S0, chunk_size=16)
     repeated, _ = op(wide, initial_state=call.S0, chunk_size=16)
@@ -246,9 +245,8 @@ def test_every_head_has_its_own_gate(op):
             x[name][:] = torch.tensor([-0.1, -0.3, -5.0], dtype=torch.float64, device=DEVICE).view(1, 1, 3, *[1] * (x[name].ndim - 3))
     if op.gate.value == "head":
         pytest.skip("heads differ by more than their inputs: the member numbers them")
-    heads = {n: next((i for i, a in enumerate(arg.axes.split()) if a in ("H", "HV")), None) for n, arg in op.args.items()}
     whole, _ = op(x)
-    alone = torch.cat([op({n: t if heads[n] is None else t.narrow(heads[n], i, 1) for n, t in x.items()})[0] for i in range(3)], 2)
+    alone = torch.cat([op({n: head(op, n, t, i) for n, t in x.items()})[0] for i in range(3)], 2)
     check({"o": whole}, {"o": alone})
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import OPS, Case, ids, make
+from oracle import OPS, Case, ids, make, widen
 
 import chunkwise
 from chunkwise.spec import public_functions
@@ -81,7 +81,7 @@ def test_heads_must_divide(op):
         op,
         ValueError,
         ("HV=3", "H=2"),
-        {n: t.detach().repeat_interleave(2, 2) if "H" in op.args[n].axes.split() else t.detach() for n, t in x.items()},
+        {n: widen(op, n, t.detach(), 2) for n, t in x.items()},
     )
 
 
@@ -125,10 +125,13 @@ def test_packing_wants_one_row(op):
 
 @every
 def test_states_of_another_shape_are_refused(op):
-    for shape in ((2, 2, 4, 5), (1, 2, 4, 4), (2, 2, 16), (2, 1, 4, 4)):
-        refused(op, ValueError, ("initial_state", "[N, HV, K, V]"), inputs(op), initial_state=torch.zeros(shape))
+    N, HV, K, V = op.state.split()
+    n, hv, k, v = op.state_shape(CASE.sizes, 2)
+    for shape in ((n, hv, k, v + 1), (1, hv, k, v), (n, hv, k * v), (n, 1, k, v)):
+        refused(op, ValueError, ("initial_state", f"[{N}, {HV}, {K}, {V}]"), inputs(op), initial_state=torch.zeros(shape))
     x = {n: t.detach() for n, t in make(op, Case(T=8, K=4, V=6)).x.items()}
-    refused(op, ValueError, ("initial_state", "[N, HV, V, K]"), x, initial_state=torch.zeros(1, 1, 4, 6), state_v_first=True)
+    S = torch.zeros(op.state_shape(Case(T=8, K=4, V=6).sizes, 1))
+    refused(op, ValueError, ("initial_state", f"[{N}, {HV}, {V}, {K}]"), x, initial_state=S, state_v_first=True)
     refused(op, TypeError, "initial_state", inputs(op), initial_state=torch.zeros(2, 2, 4, 4, dtype=torch.long))
 
 
@@ -142,7 +145,8 @@ def test_raw_gates_need_their_parameters():
         refused(op, ValueError, "dt_bias", x, use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(3))
         refused(op, ValueError, "lower_bound", x, use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound=5.0)
         refused(op, ValueError, "use_gate_in_kernel", x, A_log=torch.zeros(2))
-        refused(op, ValueError, "use_beta_sigmoid_in_kernel", x, allow_neg_eigval=True)
+        if "allow_neg_eigval" in op.defaults:
+            refused(op, ValueError, "use_beta_sigmoid_in_kernel", x, allow_neg_eigval=True)
 
 
 def test_a_form_s_function_takes_no_form():

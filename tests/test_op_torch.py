@@ -34,7 +34,7 @@ def test_a_packed_call_compiles_once(op):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x, cu: op(x, cu_seqlens=cu)[0], fullgraph=True, dynamic=True, backend=counter)
     for T, N in ((40, 3), (41, 4), (64, 5), (90, 2)):
-        call = make(op, Case(T=T, H=2, N=N), torch.float32)
+        call = make(op, Case(T=T, H=2, K=8, V=7, N=N), torch.float32)
         assert torch.equal(compiled(call.x, call.cu), op(call.x, cu_seqlens=call.cu)[0])
     assert counter.frame_count <= 2
 
@@ -42,6 +42,8 @@ def test_a_packed_call_compiles_once(op):
 @single
 @pytest.mark.parametrize("packed", [False, True])
 def test_operator_checks(op, packed):
+    if op.passes is not None:
+        pytest.skip("its passes run the operators of other members")
     call = make(op, Case(T=20, H=2, n=2, K=4, V=3, N=3 if packed else None), torch.float32)
     x = op.lower(**call.x, **op.settings)
     gate = "none" if x.g is None else op.gate.value
@@ -105,7 +107,7 @@ def test_only_wanted_gradients_are_returned(op):
     for name in call.x:
         x = {n: t.detach().requires_grad_(n == name) for n, t in call.x.items()}
         o, S = op(x, output_final_state=True)
-        S.sum().backward()
+        (o.sum() + S.sum()).backward()
         assert x[name].grad is not None and all(t.grad is None for n, t in x.items() if n != name)
 
 

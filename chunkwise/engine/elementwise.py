@@ -2,8 +2,8 @@
 
     h_t = exp(g_t) h_{t-1} + x_t
 
-Inside a chunk by doubling: after the pass over distance s every entry sums the 2s inputs up to it, and every factor is a product of
-forget gates, so nothing overflows whatever the gates are. Between chunks a loop carries the last row. Packed sequences reset it.
+All chunks go row by row at once, as if each began with nothing; then a loop over chunks carries the last row, and what a chunk met is
+added to its rows, times the product of the forget factors since. No factor is above one. Packed sequences begin chunks of their own.
 The gradient is the same scan run backwards: with l_t = dh_t + exp(g_{t+1}) l_{t+1},  dx = l,  dg_t = exp(g_t) h_{t-1} l_t.
 """
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .layout import Layout
+from .problem import power_of_two
 
-C = 64  # rows a chunk: log2(C) passes over memory against T / C steps of the loop
+CHUNK = 64  # rows: so many steps inside a chunk, T / CHUNK between
 
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
 _PACKED = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
@@ -29,6 +30,7 @@ _LIBRARY.define("running_max(Tensor x, Tensor? h0, Tensor? starts) -> Tensor")
 
 def _chunks(x: Tensor, cu: Tensor | None, cpu: Tensor | None) -> Layout:
     B, T = x.shape[:2]
+    C = min(CHUNK, power_of_two(T))
     if cu is None:
         return Layout(B, T, 1, C, B, None, x.device)
     ends = (cu if cpu is None else cpu).tolist()
@@ -44,24 +46,26 @@ def _join(to: Layout, x: Tensor, dtype: torch.dtype) -> Tensor:
     return to.join(x[:, None, None], dtype)[:, :, 0]
 
 
-def _inside(x: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row's sum over its chunk with f [slots, C, D] the forget factors, and the factors' products from the chunk's start."""
-    s = 1
-    while s < C:
-        x = torch.cat((x[:, :s], x[:, s:] + f[:, s:] * x[:, :-s]), 1)
-        f = torch.cat((f[:, :s], f[:, s:] * f[:, :-s]), 1)
-        s *= 2
-    return x, f
+def _inside(x: Tensor, f: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Every row's sum over its chunk, with f [slots, C, D] the forget factors, and the factors' products so far. Takes rows in order, all
+    chunks at once, and changes x."""
+    F, last = f.clone(), None
+    for i in rows:
+        if last is not None:
+            x[:, i] += f[:, i] * x[:, last]
+            F[:, i] *= F[:, last]
+        last = i
+    return x, F
 
 
 def _states(to: Layout, x: Tensor, f: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All h [slots, C, D], the state each chunk met [slots, D], and the last state of each sequence [N, D]."""
-    h, F = _inside(x, f)
+    h, F = _inside(x, f, range(to.C))
     met, S = torch.empty_like(h[:, 0]), S.clone()
     for now, m in to.steps:
         met[now] = S[:m]
         S[:m] = h[now, -1] + F[now, -1] * S[:m]
-    return h + F * met[:, None], met, S
+    return h.add_(F.mul_(met[:, None])), met, S
 
 
 def _start(to: Layout, x: Tensor, h0: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -82,12 +86,12 @@ def _backward(
     h, met, _ = _states(to, _split(to, x, dtype), f, _start(to, x, h0, dtype))
     after = torch.cat((f[:, 1:], torch.ones_like(f[:, :1])), 1)  # exp(g_{t+1}); over a chunk's end it is in what arrives
     grad, start = _split(to, dh, dtype), to.sort(dhT.to(dtype)).clone()
-    inside, F = (z.flip(1) for z in _inside(grad.flip(1), after.flip(1)))
+    inside, F = _inside(grad, after, range(to.C - 1, -1, -1))
     arrives = torch.empty_like(met)
     for now, m in reversed(to.steps):
         arrives[now] = start[:m]
         start[:m] = f[now, 0] * (inside[now, 0] + F[now, 0] * start[:m])
-    dx = inside + F * arrives[:, None]
+    dx = inside.add_(F.mul_(arrives[:, None]))
     dg = f * torch.cat((met[:, None], h[:, :-1]), 1) * dx
     return _join(to, dx, x.dtype), _join(to, dg, g.dtype), to.unsort(start)
 

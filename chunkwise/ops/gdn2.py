@@ -5,7 +5,7 @@
     o_t = scale * S_t' q_t
 
 With b = beta and w = beta in every channel it is Kimi delta attention (`chunkwise.kda`).
-Kimi Team. Kimi Linear: An Expressive, Efficient Attention Architecture. 2025 (the rule that it generalises).
+Hatamizadeh, Choi, Kautz. Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention. 2026.
 Keys of length at most 1 and b in [0, 1] (or [0, 2]) keep the state bounded; with longer keys it may grow without limit.
 """
 
@@ -33,7 +33,7 @@ def lower(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> S
 
 
 GDN2 = Op(
-    name="gdn2", gate=Gate.KEY, rule=Rule.DELTA, paper="https://arxiv.org/abs/2510.26692",
+    name="gdn2", gate=Gate.KEY, rule=Rule.DELTA, paper="https://arxiv.org/abs/2605.22791",
     args=dict(
         q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), g=Arg("B T HV K", log_decay, free_dtype=True),
         b=Arg("B T HV K", write_strength, free_dtype=True), w=Arg("B T HV V", write_strength, free_dtype=True),

@@ -5,7 +5,7 @@
     o_t = scale * S_t' q_t
 
 A is an elementwise scan before the pass and is kept as one more column of the state.
-Source: the incumbent's precond_gated_delta_rule; it has no paper of its own.
+Source: flash-linear-attention's precond_gated_delta_rule; it names no paper.
 Keys of length at most 1 and beta in [0, 1 / x] keep the state bounded; otherwise it may grow without limit.
 """
 
