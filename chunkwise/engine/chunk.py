@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..spec import Gate, Streams
 from . import stages_torch as stages
 from .gradient import grads
+from .layout import Layout, layout
 from .problem import Problem
 
 
@@ -32,8 +34,10 @@ class Plan:
     end: dict[str, Tensor | None]  # writers as the state at its end sees them
 
     def state(self, S: Tensor | None) -> Tensor:
-        """[N, HV, K, V] or zeros -> [N, H, n, K, V] in the layout's order and the compute dtype."""
+        """[N, HV, K, V] or zeros -> [N, H, n, K, V] in the layout's order and the compute dtype; what is so already stays."""
         p = self.p
+        if S is not None and S.ndim == 5:
+            return S
         shape = (p.N, p.H, p.HV // p.H, p.K, p.V)
         return self.c.q.new_zeros(shape) if S is None else self.c.layout.sort(S.to(p.compute).reshape(shape)).contiguous()
 
@@ -56,9 +60,9 @@ class Plan:
         )  # fmt: skip
 
 
-def prepare(p: Problem, x: Streams) -> Plan:
-    """Cut into chunks, and the stages that need no state."""
-    c = stages.enter(p, x)
+def prepare(p: Problem, x: Streams, to: Layout | None = None) -> Plan:
+    """Cut into chunks, and the stages that need no state. to: the steps wanted, or all."""
+    c = stages.enter(p, x, to or layout(p, x.q.device))
     M = stages.scores(p, c)
     start = dict(q=c.key.start(c.q, before=p.bonus), r=None if c.r is None else c.key.start(c.r, before=p.before))
     end = dict(k=c.key.end(c.k) if M.qk is not None else None, w=None if c.w is None else c.key.end(c.w), v=c.value.end(c.v))
@@ -66,35 +70,62 @@ def prepare(p: Problem, x: Streams) -> Plan:
 
 
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and nothing to save: the backward recomputes."""
-    plan = prepare(p, x)
-    out = plan.states(S0)
-    o = stages.output(plan.c, plan.M, out)
-    to = plan.c.layout
-    return to.join(o, p.dtype), to.unsort(out.last).view(p.N, p.HV, p.K, p.V) if final else None, None
+    """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and if `save` the state before every part.
+
+    Part after part, so that what is computed on the way takes the room of a part, and stays in the caches.
+    """
+    to, S = layout(p, x.q.device), S0
+    o = to.empty(p.HV, p.V, dtype=p.dtype)
+    saved = x.q.new_empty(p.saved, dtype=p.compute) if save else None
+    for i, part in enumerate(to.parts(p.part)):
+        plan = prepare(p, x, part)
+        S = plan.state(S)
+        if saved is not None:
+            saved[i] = S.view(p.saved[1:])
+        out = plan.states(S)
+        part.put(stages.output(plan.c, plan.M, out), o)
+        S = out.last
+    return to.trim(o), _state_out(p, to, S) if final else None, saved
+
+
+def _state_out(p: Problem, to: Layout, S: Tensor | None) -> Tensor:
+    """The last state for the caller; None, or what the caller gave, where there were no tokens."""
+    shape = (p.N, p.HV, p.K, p.V)
+    if S is None:
+        return torch.zeros(shape, dtype=p.compute, device=to.device)
+    return S.to(p.compute, copy=True) if S.ndim == 4 else to.unsort(S).view(shape)
 
 
 def backward(
     p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
 ) -> tuple[Streams, Tensor | None]:
-    """Gradients of every stream, in its dtype and shape, and of the initial state."""
-    plan = prepare(p, x)
-    c, to = plan.c, plan.c.layout
-    do = to.split(do, p.compute)
-    ahead, back = plan.states(S0, keep=True, read_out=False), plan.gradients(dST, do)
-    d, dg = grads(p, c, plan.M, ahead.X, back.X, stages.given(ahead.met), stages.given(back.met), do)
-
-    def leave(dx: Tensor | None, x: Tensor | None) -> Tensor | None:
-        return None if dx is None or x is None else to.join(dx, x.dtype)
-
-    if dg is not None and p.gate in (Gate.HEAD, Gate.SCALAR):
-        dg = dg.squeeze(-1)
-    if p.gate is Gate.HEAD and dg is not None and x.g is not None:
-        dg = to.join(dg, p.compute).sum((0, 1)).to(x.g.dtype)
-    else:
-        dg = leave(dg, x.g)
-    out = Streams(
-        to.join(d.q, x.q.dtype), to.join(d.k, x.k.dtype), to.join(d.v, x.v.dtype), dg, leave(d.beta, x.beta), leave(d.a, x.a),
-        leave(d.b, x.b), leave(d.e, x.e), None if d.u is None or x.u is None else d.u.reshape(p.HV, p.K).to(x.u.dtype),
-    )  # fmt: skip
-    return out, to.unsort(back.last).view(p.N, p.HV, p.K, p.V)
+    """Gradients of every stream, in its dtype and shape, and of the initial state. Last part first; a part's states are recomputed."""
+    to = layout(p, x.q.device)
+    if saved is None:
+        _, _, saved = forward(p, x, S0, final=False, save=True)
+    given = {n: t for n, t in x._asdict().items() if t is not None}
+    room = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in given.items() if t.ndim > 2}
+    if p.gate is Gate.HEAD:
+        room["g"] = to.empty(p.HV, dtype=p.compute)  # summed over tokens in the end
+    du = None if x.u is None else torch.zeros(p.HV, p.K, dtype=p.compute, device=to.device)
+    dS, parts = dST, to.parts(p.part)
+    for i, part in reversed(list(enumerate(parts))):
+        plan = prepare(p, x, part)
+        c, do_part = plan.c, part.split(do, p.compute)
+        ahead = plan.states(stages.given(saved)[i].view(p.N, p.H, -1, p.K, p.V), keep=True, read_out=False)
+        back = plan.gradients(dS, do_part)
+        dS = back.last
+        d, dg = grads(p, c, plan.M, ahead.X, back.X, stages.given(ahead.met), stages.given(back.met), do_part)
+        if dg is not None and p.gate in (Gate.HEAD, Gate.SCALAR):
+            dg = dg.squeeze(-1)
+        for name, t in d._replace(g=dg)._asdict().items():
+            if name in room:
+                part.put(stages.given(t).contiguous(), room[name])
+        if du is not None:
+            du += stages.given(d.u).view(p.HV, p.K)
+    out = {n: to.trim(t) for n, t in room.items()}
+    if x.g is not None and p.gate is Gate.HEAD:
+        out["g"] = out["g"].sum((0, 1)).to(x.g.dtype)
+    if x.u is not None and du is not None:
+        out["u"] = du.to(x.u.dtype)
+    return Streams(**{n: out.get(n) for n in Streams._fields}), _state_out(p, to, dS)  # type: ignore[arg-type]

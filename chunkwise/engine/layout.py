@@ -7,9 +7,10 @@ Rows past the end of a sequence are zeros: a token that does not forget, writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tokens lie in chunks. Dense calls need no table; packed ones hold one row number per chunk row."""
+    """Where tokens lie in chunks: all of a call's steps, or those of `narrow`. Packed calls hold one row number per chunk row."""
 
     B: int
     T: int
@@ -28,6 +29,8 @@ class Layout:
     N: int
     lengths: tuple[int, ...] | None  # packed: tokens of each sequence
     device: torch.device
+    first: int = 0  # step
+    last: int | None = None  # the step after the last
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -40,38 +43,45 @@ class Layout:
         return sorted(range(self.N), key=lambda n: -self.chunks[n])
 
     @cached_property
-    def steps(self) -> list[tuple[slice, int]]:
-        """Per step: its slots, and how many sequences (a prefix of `order`) are alive."""
+    def alive(self) -> list[int]:
+        """How many sequences (a prefix of `order`) each step has."""
         alive = [0] * max(self.chunks, default=0)
         for n in self.chunks:
             for i in range(n):
                 alive[i] += 1
-        ends = [0]
-        for m in alive:
-            ends.append(ends[-1] + m)
-        return [(slice(a, a + m), m) for a, m in zip(ends, alive)]
+        return alive[self.first : self.last]
+
+    @cached_property
+    def steps(self) -> list[tuple[slice, int]]:
+        """Per step: its slots, and how many sequences are alive."""
+        ends = [0, *accumulate(self.alive)]
+        return [(slice(a, b), b - a) for a, b in zip(ends, ends[1:])]
 
     @property
     def slots(self) -> int:
-        return sum(self.chunks)
+        return sum(self.alive)
+
+    def narrow(self, first: int, last: int) -> Layout:
+        """The part of this layout that holds steps first to last - 1."""
+        return replace(self, first=first, last=min(last, len(self.alive)))
+
+    def parts(self, steps: int) -> list[Layout]:
+        """The whole in parts of so many steps."""
+        return [self.narrow(i, i + steps) for i in range(0, len(self.alive), steps)]
 
     @cached_property
     def _rows(self) -> Tensor:
         """Packed: [slots * C] token of each chunk row, or T for a row past the end."""
-        starts = [0]
-        for n in self.lengths or ():
-            starts.append(starts[-1] + n)
-        first = torch.tensor([starts[n] + i * self.C for i, (_, m) in enumerate(self.steps) for n in self.order[:m]], dtype=torch.long)
-        end = torch.tensor([starts[n + 1] for i, (_, m) in enumerate(self.steps) for n in self.order[:m]], dtype=torch.long)
+        starts = [0, *accumulate(self.lengths or ())]
+        where = [(starts[n] + i * self.C, starts[n + 1]) for i, m in enumerate(self.alive, self.first) for n in self.order[:m]]
+        first, end = torch.tensor(where, dtype=torch.long).view(-1, 2).unbind(1)
         rows = first[:, None] + torch.arange(self.C)
         return rows.masked_fill_(rows >= end[:, None], self.T).flatten().to(self.device)
 
-    @cached_property
-    def _places(self) -> Tensor:
-        """Packed: [T] chunk row of each token, the inverse of `_rows`."""
-        place = torch.empty(self.T + 1, dtype=torch.long, device=self.device)
-        place[self._rows] = torch.arange(self._rows.numel(), device=self.device)
-        return place[: self.T]
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        """Dense: first token, and the one after the last."""
+        return self.first * self.C, min(self.T, (self.first + len(self.alive)) * self.C)
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, heads(, D)] -> a new [slots, H, n, C(, D)] in `dtype`; heads = H * n."""
@@ -83,36 +93,48 @@ class Layout:
             flat = torch.cat((x[0], x.new_zeros(1, *x.shape[2:]))).index_select(0, self._rows)
             out.copy_(flat.view(self.slots, self.C, self.H, n, *D).permute(0, 2, 3, 1, *range(4, 4 + len(D))))
             return out
-        NC, full = len(self.steps), self.T // self.C
-        grid = out.view(NC, self.B, self.H, n, self.C, *D)
-        to_slots = (1, 0, 3, 4, 2, *range(5, 5 + len(D)))  # from [B, NC, C, H, n, D]
-        if full:
-            grid[:full].copy_(x[:, : full * self.C].unflatten(2, (self.H, n)).unflatten(1, (full, self.C)).permute(to_slots))
-        if full < NC:
-            tail = self.T - full * self.C
-            grid[full:, :, :, :, :tail].copy_(x[:, full * self.C :].unflatten(2, (self.H, n)).unflatten(1, (1, tail)).permute(to_slots))
-            grid[full:, :, :, :, tail:].zero_()
+        for grid, tokens in self._grids(out, x):
+            grid.copy_(tokens)
+        tail = self._tokens[1] % self.C
+        if tail and self._tokens[1] == self.T:
+            out.view(-1, self.B, self.H, n, self.C, *D)[-1, :, :, :, tail:].zero_()
         return out
 
-    def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[slots, H, n, C(, D)] -> a new [B, T, heads(, D)] in `dtype`."""
-        n, D = x.shape[2], x.shape[4:]
-        if self.lengths is not None:
-            rows = x.permute(0, 3, 1, 2, *range(4, 4 + len(D))).reshape(self.slots * self.C, self.H * n, *D)
-            return rows.index_select(0, self._places).to(dtype)[None]
-        out = torch.empty(self.B, self.T, self.H * n, *D, dtype=dtype, device=x.device)
-        if not self.slots:
-            return out
-        heads = out.unflatten(2, (self.H, n))
-        NC, full = len(self.steps), self.T // self.C
-        grid = x.view(NC, self.B, self.H, n, self.C, *D)
-        to_rows = (1, 0, 4, 2, 3, *range(5, 5 + len(D)))  # to [B, NC, C, H, n, D]
+    def _grids(self, chunks: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Dense: matching views of chunks and of [B, T, heads(, D)], of the whole chunks and of what is left after them."""
+        n, D = chunks.shape[2], chunks.shape[4:]
+        grid = chunks.view(len(self.alive), self.B, self.H, n, self.C, *D)
+        tokens = x[:, slice(*self._tokens)].unflatten(2, (self.H, n))
+        full, tail = divmod(tokens.shape[1], self.C)
+        to_slots = (1, 0, 3, 4, 2, *range(5, 5 + len(D)))  # from [B, chunks, C, H, n, D]
         if full:
-            heads[:, : full * self.C].unflatten(1, (full, self.C)).copy_(grid[:full].permute(to_rows))
-        if full < NC:
-            tail = self.T - full * self.C
-            heads[:, full * self.C :].unflatten(1, (1, tail)).copy_(grid[full:, :, :, :, :tail].permute(to_rows))
-        return out
+            yield grid[:full], tokens[:, : full * self.C].unflatten(1, (full, self.C)).permute(to_slots)
+        if tail:
+            yield grid[full:, :, :, :, :tail], tokens[:, full * self.C :].unflatten(1, (1, tail)).permute(to_slots)
+
+    def empty(self, heads: int, *D: int, dtype: torch.dtype) -> Tensor:
+        """Room for `put`: [B, T, heads(, D)], and a row more in packed calls, where rows past the end go; see `trim`."""
+        return torch.empty(self.B, self.T + (self.lengths is not None), heads, *D, dtype=dtype, device=self.device)
+
+    def trim(self, out: Tensor) -> Tensor:
+        """What was `put` into `empty`: [B, T, heads(, D)]."""
+        return out[:, : self.T]
+
+    def put(self, x: Tensor, out: Tensor) -> None:
+        """Write [slots, H, n, C(, D)] to its tokens' rows of `empty`."""
+        n, D = x.shape[2], x.shape[4:]
+        if self.lengths is not None and self.slots:
+            rows = x.permute(0, 3, 1, 2, *range(4, 4 + len(D))).reshape(self.slots * self.C, self.H * n, *D)
+            out[0].index_copy_(0, self._rows, rows.to(out.dtype))
+        elif self.slots:
+            for grid, tokens in self._grids(x, out):
+                tokens.copy_(grid)
+
+    def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[slots, H, n, C(, D)] of all steps -> a new [B, T, heads(, D)] in `dtype`."""
+        out = self.empty(self.H * x.shape[2], *x.shape[4:], dtype=dtype)
+        self.put(x.contiguous(), out)
+        return self.trim(out)
 
     def sort(self, S: Tensor) -> Tensor:
         """Sequences [N, ...] from the caller's order to this layout's."""
@@ -127,11 +149,10 @@ class Layout:
         return out
 
 
-def layout(p: Problem) -> Layout:
-    """The layout of a problem. Packed calls read the offsets on the host: pass cu_seqlens_cpu for tensors on a device."""
+def layout(p: Problem, device: torch.device) -> Layout:
+    """The layout of a problem on a device. Packed calls read the offsets on the host: pass cu_seqlens_cpu for tensors on a device."""
     lengths: tuple[int, ...] | None = None
     if p.cu_seqlens is not None:
         ends: Sequence[int] = (p.cu_seqlens if p.cu_seqlens_cpu is None else p.cu_seqlens_cpu).tolist()
         lengths = tuple(b - a for a, b in zip(ends, ends[1:]))
-    device = p.cu_seqlens.device if p.cu_seqlens is not None else torch.device("cpu")
     return Layout(p.B, p.T, p.H, p.C, p.N, lengths, device)

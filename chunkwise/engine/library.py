@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
-from .problem import Problem, problem
+from .problem import Problem, partition, problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
 _SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision"
@@ -74,8 +74,12 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = x.q.new_empty(B, T, HV, V)
     state = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
-    keeps = save and switches[4] == "triton" and switches[3] != Rule.ADD.value
-    return o, ST, x.q.new_empty((B, T, HV, switches[5]) if keeps else (0,))
+    plan, chunk, saved = switches[4], switches[5], (0,)
+    if save and plan == "triton" and switches[3] != Rule.ADD.value:
+        return o, ST, x.q.new_empty(B, T, HV, chunk)
+    if save and plan == "chunk":
+        saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
+    return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:

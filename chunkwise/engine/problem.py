@@ -15,6 +15,17 @@ def power_of_two(T: int) -> int:
     return 1 << max(T - 1, 0).bit_length()
 
 
+PART = 1 << 19  # entries: what one stream of the chunks worked on together may hold; keeps them in a CPU's caches
+
+
+def partition(N: int, T: int, HV: int, D: int, chunk: int) -> tuple[int, int]:
+    """(steps of a part, a bound on the parts) for the torch stages; D channels, chunk = 0: the whole row. Sizes may be symbolic."""
+    if not chunk:
+        return 1, 1
+    steps = max(1, PART // (N * HV * chunk * D + 1))
+    return steps, T // (chunk * steps) + 1
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sizes and switches of one call: B batch, T tokens, H heads, HV value heads, K key, V value, N sequences, C chunk."""
@@ -29,6 +40,8 @@ class Problem:
     V: int
     N: int
     C: int
+    part: int  # steps that the torch stages take at once
+    parts: int  # at most
     scale: float
     bonus: bool  # q reads before the write, plus u on the token's own pair
     erase: bool  # delta: erases along a or e, not along k
@@ -37,6 +50,11 @@ class Problem:
     dtype: torch.dtype  # of q, k, v and o
     cu_seqlens: Tensor | None  # [N + 1] on the inputs' device
     cu_seqlens_cpu: Tensor | None
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Shape of the states that the torch plan's forward keeps for its backward: the one before each part."""
+        return (self.parts, self.N, self.HV, self.K, self.V)
 
     @property
     def compute(self) -> torch.dtype:
@@ -62,6 +80,6 @@ def problem(
     whole = max(16, power_of_two(T))
     C = min(chunk or whole, whole)
     return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, scale, bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
+        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale, bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
         precision=precision, dtype=x.q.dtype, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from .problem import Problem
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and nothing to save."""
     p = dataclasses.replace(p, C=1)
-    to, dtype, n = layout(p), p.compute, p.HV // p.H
+    to, dtype, n = layout(p, x.q.device), p.compute, p.HV // p.H
     k, v, q = to.split(x.k, dtype), to.split(x.v, dtype), to.split(x.q, dtype).mul_(p.scale)  # [T, H, n, 1, D]
     e = k if x.e is None else to.split(x.e, dtype)
     beta = None if x.beta is None else to.split(x.beta, dtype)[..., None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
 from .decay import ChannelDecay, Decay, NoDecay, ScalarDecay
-from .layout import Layout, layout
+from .layout import Layout
 from .problem import Problem
 
 LEAF = 16  # the inverse is substituted row by row in blocks of so many rows, then merged
@@ -58,9 +58,9 @@ def decays(p: Problem, x: Streams, to: Layout) -> tuple[Decay, Decay]:
     return (ChannelDecay(g) if p.gate is Gate.KEY else ScalarDecay(g)), none
 
 
-def enter(p: Problem, x: Streams) -> Chunks:
+def enter(p: Problem, x: Streams, to: Layout) -> Chunks:
     """Cut the streams into chunks."""
-    to, dtype = layout(p), p.compute
+    dtype = p.compute
     key, value = decays(p, x, to)
     c = Chunks(to, to.split(x.q, dtype).mul_(p.scale), to.split(x.k, dtype), to.split(x.v, dtype), key, value)
     if p.rule is Rule.DELTA:
