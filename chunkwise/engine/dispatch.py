@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping
-from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +17,8 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
+WIDEST = 256  # key channels that the kernels take
+TRITON = importlib.util.find_spec("triton") is not None
 RECURRENT_BELOW = 4  # tokens: up to so many, without gradients, go token by token
 
 
@@ -31,22 +30,6 @@ class Choice(NamedTuple):
     plan: str
     chunk: int  # tokens; 0: the whole row
     reason: str
-
-
-def _plan(name: str):
-    return cache(lambda: importlib.import_module(f"chunkwise.engine.{name}"))
-
-
-@cache
-def _recurrent() -> ModuleType:
-    """Forward token by token; the gradient is the chunk form's."""
-    plan = ModuleType("chunkwise.engine.recurrent_plan")
-    chunk, recurrent = _plan("chunk")(), _plan("recurrent")()
-    plan.forward, plan.backward = recurrent.forward, chunk.backward  # type: ignore[attr-defined]
-    return plan
-
-
-PLANS = {"chunk": _plan("chunk"), "recurrent": _recurrent, "triton": _plan("plan_triton")}
 
 
 class Cell(NamedTuple):
@@ -61,15 +44,23 @@ class Cell(NamedTuple):
     erase: bool = False
 
 
-def _no_triton(cell: Cell, device: str, form: Form) -> str | None:
+def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
     """Why a pass cannot run on the Triton kernels, or None."""
     if device != "cuda":
         return f"the tensors are on {device}, not on a GPU"
-    if form not in (Form.AUTO, Form.CHUNK, Form.FUSED_CHUNK):
-        return f"the {form} form has no kernels in this version"
-    if importlib.util.find_spec("triton") is None:
+    if not TRITON:
         return "triton is not installed"
-    return PLANS["triton"]().missing(cell)
+    if form not in (Form.AUTO, Form.CHUNK, Form.FUSED_CHUNK):
+        return f"the {form} form has none in this version"
+    if cell.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"none for {cell.dtype}"
+    if cell.rule is Rule.DPLR or cell.gate is Gate.VALUE:
+        return f"none for rule {cell.rule.value!r} with gate {cell.gate.value!r} in this version"
+    if cell.bonus or cell.erase:
+        return "none for a bonus or an erase key of its own in this version"
+    if cell.K > WIDEST:
+        return f"none for K={cell.K} above {WIDEST} in this version"
+    return None
 
 
 def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "auto", backend: str = "auto") -> Choice:
@@ -84,7 +75,7 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
         raise ValueError(f"{op.name}: chunk_size must be one of {', '.join(map(str, CHUNKS))}, got {cell.C}")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    missing = "asked for torch" if backend == "torch" else _no_triton(cell, device, wanted)
+    missing = "asked for torch" if backend == "torch" else _no_kernels(cell, device, wanted)
     if backend == "triton" and missing is not None:
         raise ValueError(f"{op.name}: backend='triton' cannot serve this call: {missing}")
     reason = "asked for"
@@ -94,7 +85,7 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
     if missing is None:
         return Choice(wanted, "triton", "triton", cell.C, reason)
     plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)
-    return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; no Triton kernels: {missing}")
+    return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; Triton kernels: {missing}")
 
 
 def check_offsets(name: str, cu: Tensor, cpu: Tensor | None, B: int, T: int, device: torch.device) -> None:

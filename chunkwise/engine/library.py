@@ -5,12 +5,14 @@ One boundary per call: whatever plan runs inside, torch.compile sees one node. A
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
+from .plan import PLANS
 from .problem import Problem, partition, problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
@@ -35,10 +37,10 @@ def _call(
     scale: float,
     precision: str,
 ) -> tuple[Any, Problem, Streams]:
-    from .dispatch import PLANS
-
     x = Streams(*streams)
     p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, scale=scale, precision=precision)
+    if plan == "triton":
+        p = replace(p, C=PLANS[plan]().chunk(p.dtype, chunk))
     return PLANS[plan](), p, x
 
 
@@ -76,7 +78,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
     plan, chunk, saved = switches[4], switches[5], (0,)
     if save and plan == "triton" and switches[3] != Rule.ADD.value:
-        return o, ST, x.q.new_empty(B, T, HV, chunk)
+        return o, ST, x.q.new_empty(B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk))
     if save and plan == "chunk":
         saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
     return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)
