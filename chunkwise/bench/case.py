@@ -1,0 +1,131 @@
+"""What is measured: one member, form, shape, dtype and kind of gates; and its inputs, the same tensors for every side."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..draw import log_decay, offsets
+from ..engine.dispatch import RECURRENT_BELOW
+from ..spec import Gate, Op, Rule, all_ops
+
+SIZES = ("B", "T", "H", "HV", "K", "V")
+SHAPES = {
+    "S1": dict(B=8, T=4096, H=16, HV=16, K=128, V=128),  # a training batch
+    "S2": dict(B=1, T=32768, H=32, HV=32, K=128, V=128),  # one long sequence: few recurrences, many chunks
+    "S3": dict(B=1, T=8192, H=8, HV=8, K=128, V=128),  # few heads: bound by launches and latency
+}
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+GATES = ("slow", "fast")
+
+
+@dataclass(frozen=True)
+class Case:
+    """B batch, T tokens, H heads, HV value heads, K key, V value, N packed sequences (0: not packed)."""
+
+    op: str
+    form: str
+    shape: str  # the name it was asked by
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    dtype: str
+    gates: str  # slow: logsigmoid(normal) / 16, a quarter of the heads never forget; fast: logsigmoid(normal)
+
+    @property
+    def member(self) -> Op:
+        return all_ops()[self.op]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {n: getattr(self, n) for n in SIZES}
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def decode(self) -> bool:
+        """So few tokens that the state is what moves: it goes in and comes out, and there is no backward."""
+        return self.T <= RECURRENT_BELOW
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16", gates: str = "slow") -> Case:
+    """Check a request. Raises ValueError naming what was wanted and what was given."""
+    if op not in all_ops():
+        raise ValueError(f"bench: no member {op!r}; there are {', '.join(all_ops())}")
+    forms = ("auto", *all_ops()[op].forms)
+    if form not in forms:
+        raise ValueError(f"bench: {op} has no {form!r} form; it has {', '.join(forms)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"bench: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if gates not in GATES:
+        raise ValueError(f"bench: gates must be slow or fast, got {gates!r}")
+    N = 0
+    if shape in SHAPES:
+        sizes = SHAPES[shape]
+    else:
+        if not re.fullmatch(r"\d+(,\d+){5,6}", shape):
+            raise ValueError(f"bench: shape must be {', '.join(SHAPES)} or B,T,H,HV,K,V[,N], got {shape!r}")
+        *given, N = [int(x) for x in shape.split(",")][:7] + [0] * (6 - shape.count(","))
+        sizes = dict(zip(SIZES, given))
+    for n, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"bench: shape must have {n} >= 1, got {shape!r}")
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(f"bench: shape must have HV a multiple of H={sizes['H']}, got HV={sizes['HV']}")
+    if N and sizes["B"] != 1:
+        raise ValueError(f"bench: shape packs N={N} sequences into one row: B must be 1, got B={sizes['B']}")
+    return Case(op=op, form=form, shape=shape, **sizes, N=N, dtype=dtype, gates=gates)
+
+
+class Inputs(NamedTuple):
+    """Tensors every side gets."""
+
+    x: dict[str, Tensor]  # by the member's argument names
+    do: Tensor  # [B, T, HV, V], the incoming gradient
+    S0: Tensor | None  # the state [N, HV, K, V], when decoding
+    cu: Tensor | None  # cu_seqlens [N + 1]
+
+
+def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """The member's own statistics. Scalar gates are float32; gates per channel and write strengths have q's dtype, as layers make them."""
+    op, wide = c.member, torch.promote_types(c.torch_dtype, torch.float32)
+    x = op.draw(c.sizes, seed=seed, coupled=False, dtype=wide, device=device)
+    for n, arg in op.args.items():
+        axes = arg.axes.split()
+        if arg.draw is log_decay and c.gates == "slow":
+            x[n] /= 16
+            heads = axes.index("HV" if "HV" in axes else "H")
+            x[n].movedim(heads, 0)[3::4] = 0
+    x = op.couple(x)
+    for n, arg in op.args.items():
+        scalar = arg.axes.split()[-1] in ("H", "HV") and arg.draw is log_decay
+        x[n] = x[n].to(wide if scalar else c.torch_dtype)
+    do = torch.randn(c.B, c.T, c.HV, c.V, dtype=wide, device=device).to(c.torch_dtype)
+    S0 = op.draw_state(c.sizes, c.N or c.B, dtype=wide, device=device) if c.decode else None
+    cu = offsets(c.T, c.N, torch.Generator().manual_seed(seed)).to(device) if c.N else None
+    return Inputs(x, do, S0, cu)
+
+
+def plain(op: Op) -> bool:
+    """Does the member take q, k, v, the gate of its kind and the strength of its rule, and nothing else? Then another library's
+    function of the same gate and rule is the same function."""
+    wanted = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
+    if op.gate not in (Gate.NONE, Gate.HEAD):
+        wanted["g"] = {Gate.SCALAR: "B T HV", Gate.KEY: "B T HV K", Gate.VALUE: "B T HV V"}[op.gate]
+    if op.rule is Rule.DELTA:
+        wanted["beta"] = "B T HV"
+    return {n: a.axes for n, a in op.args.items()} == wanted and op.passes is None and not op.settings and op.rule is not Rule.DPLR

@@ -1,0 +1,136 @@
+"""Rows as people read them: lines on a terminal, and the table in README.md, which nobody types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .case import SHAPES
+from .measure import OURS, PASSES
+from .record import load
+
+BEGIN = "<!-- speed: made by `chunkwise bench --table` from bench/results; do not edit -->"
+END = "<!-- speed: end -->"
+NOTHING = "No results yet: `chunkwise bench --out bench/results` makes them.\n"
+
+HEADINGS = ("op", "shape", "pass", "who", "ran", "ms", "p20-p80", "eager", "TB/s", "TFLOP/s", "floor", "MiB", "ours is", "largest error")
+
+
+def worst(row: Mapping[str, Any]) -> tuple[str, float]:
+    """The result with the largest error."""
+    return max(((n, e["error"]) for n, e in row["errors"].items()), key=lambda x: x[1], default=("", 0.0))
+
+
+def line(row: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> list[str]:
+    """Cells of a row; own: our row of the same case, for the ratio. A wrong row has no speed."""
+    name, error = worst(row)
+    ran = ", ".join(f"{r['backend']}: {r['plan']} {r['chunk']}" for r in row["ran"]) or row["version"]
+    head = [row["case"]["op"], row["case"]["shape"], row["pass"], row["who"], ran]
+    if row["wrong"]:
+        return [*head, "WRONG", *[""] * (len(HEADINGS) - len(head) - 2), row["why"]]
+    ms, eager = row["ms"], row["eager_ms"]
+    memory = "" if row.get("peak_extra_bytes") is None else f"{row['peak_extra_bytes'] / 2**20:.0f}"
+    ratio = "" if own is None or own is row or own["wrong"] else f"{ms['p50'] / own['ms']['p50']:.2f}x"
+    rates = [f"{row['tb_s']:.3g}", f"{row['tflop_s']:.3g}", f"{row['to_floor']:.1f}x"] if "floor_ms" in row else ["", "", ""]
+    return [
+        *head, f"{ms['p50']:.4g}", f"{ms['p20']:.4g}-{ms['p80']:.4g}", f"{eager['p50']:.4g}", *rates, memory, ratio, f"{error:.1e} {name}",
+    ]  # fmt: skip
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows; the ratio is other / ours: how many times faster ours is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*HEADINGS, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        own = next((r for r in rows if r["who"] == OURS and (r["case"], r["pass"]) == (row["case"], row["pass"])), None)
+        table.add_row(*line(row, own), style="bold red" if row["wrong"] else None)
+    console = Console(highlight=False)
+    console.print(table) if console.is_terminal else Console(width=200, highlight=False).print(table)
+
+
+def latest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The newest run of every case: ours and the peers of that run, never times of different runs side by side."""
+    runs: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["pass"] not in PASSES:
+            continue
+        key = (row["device"], row["threads"], *row["case"].values(), row["pass"])
+        if row["who"] == OURS:
+            runs[key] = {}
+        runs.setdefault(key, {})[row["who"]] = row
+    return [row for run in runs.values() if OURS in run for row in run.values()]
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["wrong"]:
+        return "wrong"
+    eager = "" if row["method"] == "wall" else f" / {row['eager_ms']['p50']:.3g}"
+    return f"{row['ms']['p50']:.3g}{eager}"
+
+
+def _ratio(own: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """The fastest other over ours, of the device's time and of the eager call's."""
+    right = [r for r in others if not r["wrong"] and "floor_ms" in r]
+    if own["wrong"] or not right:
+        return ""
+    kinds = ["ms"] if own["method"] == "wall" else ["ms", "eager_ms"]
+    return " / ".join(f"{min(r[k]['p50'] for r in right) / own[k]['p50']:.2f}" for k in kinds)
+
+
+def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    others = sorted({r["who"] for r in rows} - {OURS})
+    cases: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for r in rows:
+        cases.setdefault((*r["case"].values(), r["pass"]), {})[r["who"]] = r
+    days = sorted({r["date"][:10] for r in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    where, unit = (f"{name}, {threads} threads", "milliseconds") if threads else (name, "milliseconds of the device / of an eager call")
+    text = [
+        f"**{where}** ({when}), {unit}:",
+        "",
+        "| " + " | ".join(["op", "shape", "dtype, gates", "pass", OURS, *others, "fastest other / ours", "error of ours"]) + " |",
+        "|" + "---|" * (7 + len(others)),
+    ]
+    order = list(SHAPES)
+    for run in sorted(cases.values(), key=lambda run: _order(run[OURS], order)):
+        own = run[OURS]
+        c, ratio = own["case"], _ratio(own, [r for n, r in run.items() if n != OURS])
+        backend = " (torch)" if threads is None and any(r["backend"] == "torch" for r in own["ran"]) else ""
+        text.append(
+            f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']} | {own['pass']} | {_time(own)}{backend} | "
+            + "".join(f"{_time(run.get(n))} | " for n in others)
+            + f"{ratio} | {worst(own)[1]:.0e} |"
+        )
+    return [*text, ""]
+
+
+def _order(row: Mapping[str, Any], shapes: Sequence[str]) -> tuple[Any, ...]:
+    c = row["case"]
+    shape = shapes.index(c["shape"]) if c["shape"] in shapes else len(shapes)
+    return (c["op"], shape, c["shape"], c["dtype"], c["gates"], c["form"], row["pass"])
+
+
+def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What stands between the two markers."""
+    groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
+    for row in latest(rows):
+        groups.setdefault((row["device"], row["threads"]), []).append(row)
+    text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in _device(name, threads, group)]
+    return "\n".join(text) if text else NOTHING
+
+
+def write(readme: Path, out: Path) -> bool:
+    """Put the table between the markers of a file; say whether it changed. Raises ValueError where the markers are not there."""
+    old = readme.read_text() if readme.exists() else ""
+    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
+        raise ValueError(f"bench: {readme} has no place for the table: it needs the lines {BEGIN!r} and {END!r}")
+    head, tail = old[: old.index(BEGIN) + len(BEGIN)], old[old.index(END) :]
+    new = f"{head}\n\n{markdown(load(out))}\n{tail}"
+    if new != old:
+        readme.write_text(new)
+    return new != old

@@ -1,0 +1,5 @@
+"""`python -m chunkwise.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,98 @@
+"""`chunkwise bench`: prove, then time, in turn with other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .refusal import Failure, Refusal, refusing
+
+RESULTS = Path("bench/results")
+
+
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Members (see chunkwise ops); none: those of q, k, v, g and beta alone.")] = None,
+    form: Annotated[str, typer.Option(help="auto, chunk, fused_chunk, recurrent or parallel.")] = "auto",
+    shape: Annotated[list[str] | None, typer.Option(help="S1, S2, S3 or B,T,H,HV,K,V[,N: packed sequences]; again for more.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, float32 on a CPU.")] = "auto",
+    gates: Annotated[str, typer.Option(help="slow: a quarter of the heads never forget; fast.")] = "slow",
+    backward: Annotated[bool, typer.Option("--backward/--forward", help="Forward and forward+backward, or forward alone.")] = True,
+    peer: Annotated[list[str] | None, typer.Option(help="Another library, again for more; all, or none.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: PyTorch's own choice.")] = 0,
+    repeat: Annotated[int, typer.Option(help="Rounds; 0: what fits into a second or so.")] = 0,
+    first_call: Annotated[bool, typer.Option("--first-call", help="Instead: seconds of a first call in a fresh process.")] = False,
+    turns: Annotated[Path | None, typer.Option(help="A lock file: processes that share it build side by side and time one by one.")] = None,
+    warm_seconds: Annotated[float, typer.Option(help="Give up on a peer whose first calls take longer; 0: never.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring README's table up to date.")] = False,
+    readme: Annotated[Path, typer.Option(help="With --table: the file that holds the table.")] = Path("README.md"),
+) -> None:
+    """Prove members against float64, then time them in turn with other libraries. A wrong row has no speed."""
+    import torch
+
+    from chunkwise.bench.case import case, plain
+    from chunkwise.bench.measure import OURS, Bench, select
+    from chunkwise.bench.record import append, load
+    from chunkwise.bench.table import latest, show, write
+    from chunkwise.spec import all_ops
+
+    if table:
+        with refusing(ValueError):
+            rows = load(out or RESULTS)
+            changed = write(readme, out or RESULTS)
+        show(latest(rows))
+        print(f"{readme} {'is new' if changed else 'was up to date'}")
+        return
+    where = _device(device)
+    if threads < 0 or repeat < 0 or warm_seconds < 0:
+        raise Refusal("--threads, --repeat and --warm-seconds must be at least 0")
+    if threads:
+        torch.set_num_threads(threads)
+    dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
+    with refusing(ValueError):
+        names = ops or [n for n, op in all_ops().items() if plain(op)]
+        cases = [case(n, form, s, dtype, gates) for n in names for s in (shape or ["S1"])]
+        peers = select(peer or ["none"])
+    if first_call:
+        from chunkwise.bench.first import first_calls
+
+        for c in cases:
+            for row in first_calls(c, where, [OURS, *peers], backward=backward):
+                print(row["text"])
+                if out is not None:
+                    append(out, [row["row"]])
+        return
+    done: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for c in cases:
+        passes = ["forward", "forward+backward"] if backward else ["forward"]
+        say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
+        try:
+            b = Bench(c, where, peers, passes=passes, rounds=repeat or None, lock=turns, warm_seconds=warm_seconds or None, say=say)
+            for row in b.rows():
+                done.append(row)
+                if out is not None:
+                    append(out, [row])
+        except Exception as error:  # a device that fails or is full, a kernel that does not build: the other cases go on
+            failed.append(f"{c.op} {c.shape}")
+            say(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    if done:
+        show(done)
+    failed += [f"{r['case']['op']} {r['case']['shape']} {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
+    if failed:
+        raise Failure(f"wrong or failed: {', '.join(failed)}")
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise Refusal(f"--device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda: PyTorch sees no GPU")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

@@ -1,0 +1,36 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw_curve(history: Sequence[dict[str, Any]], headline: str, path: Path) -> None:
+    """Training loss (bits per token) and the validation figure over steps, from the log entries of a run, to a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="bits per token")
+    train = [(e["step"], e["loss"] / math.log(2)) for e in history if "loss" in e]
+    key = f"eval_{headline}"
+    held_out = [(e["step"], e[key]) for e in history if key in e]
+    if train:
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, label="training, bits per token")
+    if held_out:
+        label = headline.replace("_", " ")
+        beside = axes if headline == "bits_per_byte" else axes.twinx()
+        beside.plot(*zip(*held_out), color="tab:orange", marker="o", label=f"validation, {label}")
+        if beside is not axes:
+            beside.set_ylabel(label)
+            beside.legend(loc="center right")
+    axes.legend(loc="upper right")
+    axes.grid(alpha=0.3)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=120)
+    os.replace(part, path)

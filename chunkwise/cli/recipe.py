@@ -1,0 +1,101 @@
+"""What a training run is made of: recorded in its folder, so that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .option import DEFAULT_STEPS
+from .refusal import Refusal, refusing
+
+SCHEDULES = ("cosine", "wsd")
+DTYPES = ("float32", "bfloat16", "float16")
+DECAY_FROM = 0.8  # wsd: the learning rate is constant up to this share of the budget
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Model, budget and optimiser of a run; `task` holds what else the command was told (texts and tokenizer, or the recall sizes)."""
+
+    mixer: str
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    lr: float
+    steps: int | None = None
+    minutes: float | None = None
+    warmup: int = 50
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    dtype: str = "float32"
+    seed: int = 0
+    save_every: int | None = None
+    task: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int | None:
+        """The steps of the run; None where it is limited by time alone."""
+        return self.steps if self.steps or self.minutes else DEFAULT_STEPS
+
+    def check(self, device: str) -> None:
+        """Refuse values that no run can have, each by the name of its option."""
+        for name in "layers", "width", "heads", "batch", "steps", "save_every":
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Refusal(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in "lr", "minutes":
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise Refusal(f"--{name} must be a positive number, got {value}")
+        for name in "warmup", "weight_decay", "seed":
+            if not 0 <= getattr(self, name) < 2**32:
+                raise Refusal(f"--{name.replace('_', '-')} must not be negative or huge, got {getattr(self, name)}")
+        for name, allowed in ("schedule", SCHEDULES), ("dtype", DTYPES):
+            if getattr(self, name) not in allowed:
+                raise Refusal(f"--{name} must be one of {', '.join(allowed)}, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise Refusal(f"--width must be a multiple of --heads, got {self.width} and {self.heads}")
+        if self.dtype == "float16" and device == "cpu":
+            raise Refusal("--dtype float16 needs a GPU; on a CPU take bfloat16 or float32")
+
+    def rate(self, step: int, share: float) -> float:
+        """The learning rate after `step` steps and this `share` of the budget, as a factor of `lr`."""
+        warmup = min(self.warmup, self.limit // 10) if self.limit else self.warmup
+        start = min(1.0, (step + 1) / (warmup + 1))
+        if self.schedule == "cosine":
+            return start * 0.5 * (1 + math.cos(math.pi * share))
+        return start * min(1.0, (1 - share) / (1 - DECAY_FROM))
+
+
+def choose_device(device: str) -> str:
+    """"cpu" or "cuda" for "auto", "cpu" or "cuda"."""
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise Refusal(f"--device must be auto, cpu or cuda, got {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda: PyTorch sees no GPU here")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def build_model(recipe: Recipe, vocab: int) -> Any:
+    """The model of the recipe with weights drawn from its seed."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+
+    from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
+
+    with refusing(ValueError, TypeError, StrictDataclassError):
+        config = ChunkwiseConfig(
+            mixer=recipe.mixer,
+            hidden_size=recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_heads=recipe.heads,
+            vocab_size=vocab,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        torch.manual_seed(recipe.seed)
+        return ChunkwiseForCausalLM(config)

@@ -1,0 +1,365 @@
+"""The benchmark proves before it times: what is wrong has no speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunkwise.bench import measure, peer, table
+from chunkwise.bench.case import Case, Inputs, case, draw, plain
+from chunkwise.bench.clock import Side, peak, percentiles
+from chunkwise.bench.count import Ceiling, count, floor
+from chunkwise.bench.measure import OURS, Bench, TookTooLong, limit, select
+from chunkwise.bench.proof import part, solve
+from chunkwise.bench.record import append, load
+from chunkwise.bench.turn import tune_in_turns, turn
+from chunkwise.cli import main
+from chunkwise.spec import all_ops
+
+CPU = torch.device("cpu")
+TINY = "1,40,1,2,8,4"
+BOTH = ("forward", "forward+backward")
+README = Path(__file__).parents[1] / "README.md"
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return end.value.code or 0
+
+
+class Fake(types.ModuleType):
+    """A peer that calls the member token by token, and may spoil its result."""
+
+    def __init__(self, spoil=lambda o, tensors: o):
+        super().__init__("fake")
+        self.spoil = spoil
+
+    def available(self) -> str:
+        return ""
+
+    def supports(self, c: Case) -> str:
+        return ""
+
+    def call(self, c: Case, x: Inputs, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        o, S = c.member(tensors, form="recurrent", initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu)
+        return self.spoil(o, tensors), S
+
+
+class HalfGradient(torch.autograd.Function):
+    """Right forward, wrong backward."""
+
+    @staticmethod
+    def forward(ctx, o: Tensor) -> Tensor:
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do: Tensor) -> Tensor:
+        return do * 0.999
+
+
+def one_head(o: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    return o * torch.tensor([1.0, 1.001])[:, None]
+
+
+def rows(monkeypatch, peers: Mapping[str, types.ModuleType], op: str = "gated_delta_rule", shape: str = TINY, **kw) -> list[dict]:
+    monkeypatch.setattr(peer, "peers", lambda: dict(peers))
+    c = case(op, shape=shape, dtype=kw.pop("dtype", "float32"))
+    return list(Bench(c, CPU, list(peers), passes=BOTH, rounds=2, **kw).rows())
+
+
+def by_who(rows: list[dict]) -> dict[tuple[str, str], dict]:
+    return {(r["who"], r["pass"]): r for r in rows}
+
+
+def test_a_wrong_result_has_no_speed_and_a_right_one_has(monkeypatch):
+    made = by_who(rows(monkeypatch, {"right": Fake(), "wrong": Fake(one_head)}))
+    for name in BOTH:
+        assert not made["right", name]["wrong"] and made["right", name]["ms"]["p50"] > 0
+        assert not made[OURS, name]["wrong"] and made[OURS, name]["to_floor"] > 0
+        assert made["wrong", name]["wrong"] and "ms" not in made["wrong", name]
+        assert "o is off by" in made["wrong", name]["why"]
+
+
+def test_a_wrong_gradient_is_found_where_the_output_is_right(monkeypatch):
+    made = by_who(rows(monkeypatch, {"half": Fake(lambda o, _: HalfGradient.apply(o))}))
+    assert not made["half", "forward"]["wrong"]
+    wrong = made["half", "forward+backward"]
+    assert wrong["wrong"] and "ms" not in wrong and "o is off" not in wrong["why"]
+    assert all(f"d{n} is off" in wrong["why"] for n in ("q", "k", "v", "g", "beta"))
+
+
+def test_a_missing_gradient_and_nan_are_wrong(monkeypatch):
+    constant = Fake(lambda o, t: o - t["q"].sum() + t["q"].detach().sum())  # adds nothing but a gradient
+    made = by_who(rows(monkeypatch, {"constant": constant, "nan": Fake(lambda o, _: o * float("nan"))}))
+    assert not made["constant", "forward"]["wrong"] and "dq is off" in made["constant", "forward+backward"]["why"]
+    assert made["nan", "forward"]["wrong"] and "ms" not in made["nan", "forward"]
+
+
+def test_a_peer_that_fails_or_is_absent_is_named_with_its_reason(monkeypatch, capsys):
+    broken, away = Fake(lambda o, _: o.nothing), Fake()
+    away.available = lambda: "away is not installed"  # type: ignore[method-assign]
+    made = rows(monkeypatch, {"away": away, "broken": broken}, say=print)
+    assert "away: absent: away is not installed" in capsys.readouterr().out
+    assert {r["who"] for r in made} == {OURS, "broken"} and all(r["absent"] == {"away": "away is not installed"} for r in made)
+    assert all("nothing" in r["why"] for r in made if r["who"] == "broken")
+
+
+def test_our_own_wrong_result_is_red_and_fails_the_command(monkeypatch, capsys, tmp_path):
+    fake = Fake(one_head)
+    monkeypatch.setattr(measure, "ours", lambda c, x: peer.torch_work(lambda t: fake.call(c, x, t), x))
+    assert call("bench", "gla", "--shape", TINY, "--device", "cpu", "--repeat", 2, "--out", tmp_path) == 1
+    text = capsys.readouterr()
+    assert "WRONG" in text.out and text.err == f"chunkwise: wrong or failed: gla {TINY} forward, gla {TINY} forward+backward\n"
+    assert all(r["wrong"] and "ms" not in r for r in load(tmp_path))
+
+
+def test_the_command_writes_what_it_measured_and_from_what(capsys, tmp_path):
+    assert call("bench", "gla", "retention", "--shape", TINY, "--device", "cpu", "--repeat", 2, "--peer", "sdpa", "--out", tmp_path) == 0
+    made = load(tmp_path)
+    assert [(r["case"]["op"], r["pass"], r["who"]) for r in made] == [
+        (op, name, who) for op in ("gla", "retention") for name in BOTH for who in (OURS, "sdpa")
+    ]
+    for r in made:
+        assert r["versions"]["torch"] == torch.__version__ and r["threads"] == torch.get_num_threads() and r["date"][:2] == "20"
+        assert r["case"]["gates"] == "slow" and r["peak_extra_bytes"] > 0 and r["ms"]["p20"] <= r["ms"]["p50"] <= r["ms"]["p80"]
+        assert set(r["errors"]) == {"o"} if r["pass"] == "forward" else "o" in r["errors"] and "dv" in r["errors"]
+    assert [r["ran"][0]["plan"] for r in made if r["who"] == OURS] == ["chunk"] * 4
+    assert capsys.readouterr().out.count("sdpa") == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["nobody"], "nobody"), (["gla", "--shape", "S9"], "S9"), (["gla", "--shape", "1,2,3"], "1,2,3"),
+        (["gla", "--shape", "1,8,2,3,4,4"], "HV=3"), (["gla", "--shape", "2,8,1,1,4,4,3"], "B=2"),
+        (["gla", "--shape", "1,0,1,1,4,4"], "T >= 1"),
+        (["gla", "--dtype", "int8"], "int8"), (["gla", "--gates", "none"], "none"), (["gla", "--form", "parallel"], "parallel"),
+        (["gla", "--peer", "cublas"], "cublas"), (["gla", "--device", "tpu"], "tpu"), (["gla", "--threads", "-1"], "--threads"),
+        (["--table", "--readme", "no/such.md"], "no/such.md"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_in_one_line(arguments, named, capsys):
+    assert call("bench", *arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("chunkwise: ") and said.err.count("\n") == 1 and named in said.err and said.out == ""
+
+
+def test_bytes_and_work_are_those_of_the_floors():
+    """Per token and value head, K = V = 128 in bfloat16: counted by hand, input by input."""
+    want = {  # bytes forward, both passes; FLOP forward, both passes, at chunks of 64
+        "linear_attn": (1024, 2816, 4 * 64 * 128 + 4 * 128**2, 14 * 64 * 128 + 14 * 128**2),
+        "gla": (1280, 3584, 4 * 64 * 128 + 4 * 128**2, 14 * 64 * 128 + 14 * 128**2),
+        "delta_rule": (1026, 2822, 8 * 64 * 128 + 6 * 128**2 + 64**2, 28 * 64 * 128 + 24 * 128**2 + 5 * 64**2),
+        "kda": (1282, 3590, 8 * 64 * 128 + 6 * 128**2 + 64**2, 28 * 64 * 128 + 24 * 128**2 + 5 * 64**2),
+    }
+    for op, (forward, both, work, work_both) in want.items():
+        c = case(op, shape="1,64,2,2,128,128")
+        x = draw(c, CPU)
+        assert count(c, x, False) == (128 * forward, 128 * work) and count(c, x, True) == (128 * both, 128 * work_both)
+    assert floor(count(c, x, False), Ceiling(bytes=1282, flop=1e30)) == 128
+
+
+def test_gates_are_slow_or_fast_and_a_quarter_of_the_heads_never_forgets():
+    slow, fast = (draw(case("kda", shape="1,64,8,8,4,4", gates=g, dtype="float32"), CPU).x["g"] for g in ("slow", "fast"))
+    assert [bool((slow[:, :, h] == 0).all()) for h in range(8)] == [h % 4 == 3 for h in range(8)]
+    assert torch.equal(slow[:, :, :3] * 16, fast[:, :, :3]) and (fast < 0).all()
+    half = draw(case("gated_delta_rule", shape=TINY, dtype="bfloat16"), CPU).x
+    assert half["g"].dtype == torch.float32 and half["beta"].dtype == half["q"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "retention"])
+def test_the_part_that_is_proved_is_a_part_of_the_whole(op, monkeypatch):
+    c = case(op, shape="3,20,6,12,4,4", dtype="float64")
+    x = draw(c, CPU)
+    whole = part(c)
+    assert len(whole.rows) == 2 and len(whole.values) == 12
+    monkeypatch.setattr("chunkwise.bench.proof.ENOUGH", 2 * 20 * 2 * 3)
+    some = part(c)
+    assert some.rows.tolist() == [0, 2]
+    assert some.heads.tolist() == ([0, 2, 5] if op == "gated_delta_rule" else list(range(6)))  # retention's gate is the head's number
+    whole_rows = type(some)(torch.arange(3), torch.arange(6), torch.arange(12))
+    everything, little = solve(c, x, True, whole_rows, torch.float64), solve(c, x, True, some, torch.float64)
+    for n, t in little.items():
+        axes = "B T HV V" if n == "o" else c.member.args[n[1:]].axes
+        torch.testing.assert_close(t, some.pick(everything[n], axes))
+
+
+def test_decoding_carries_the_state_and_has_no_backward(monkeypatch):
+    made = by_who(rows(monkeypatch, {"right": Fake()}, shape="3,1,2,4,8,4"))
+    assert set(made) == {(OURS, "forward"), ("right", "forward")}
+    assert set(made["right", "forward"]["errors"]) == {"o", "S"} and not made["right", "forward"]["wrong"]
+    assert made[OURS, "forward"]["ran"][0]["plan"] == "recurrent"
+
+
+@pytest.mark.parametrize("op, shape", [("gated_delta_rule", "2,70,1,2,8,4"), ("kda", "2,70,2,2,8,4"), ("kda", "2,1,2,2,8,4")])
+def test_transformers_fallbacks_are_the_same_functions(op, shape):
+    pytest.importorskip("transformers")
+    c = case(op, shape=shape, dtype="float32")
+    made = list(Bench(c, CPU, ["transformers"], passes=BOTH, rounds=1).rows())
+    assert {r["who"] for r in made} == {OURS, "transformers"} and not any(r["wrong"] for r in made)
+    assert "HV=4" in peer.peers()["transformers"].supports(case("kda", shape="1,8,2,4,8,4", dtype="float32"))
+
+
+def test_fla_functions_are_found_by_name_and_given_what_they_take(monkeypatch):
+    from chunkwise.bench.peer import fla_core
+
+    seen = {}
+
+    def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+        seen.update(cu_seqlens=cu_seqlens, output_final_state=output_final_state)
+        return all_ops()["gla"](dict(q=q, k=k, v=v, g=g), cu_seqlens=cu_seqlens)
+
+    def chunk_linear_attn(q, k, v, normalize=True, output_final_state=False):
+        seen["normalize"] = normalize
+        return all_ops()["linear_attn"](dict(q=q, k=k, v=v))
+
+    ops, guard = types.ModuleType("fla.ops"), types.ModuleType("fla.ops.common.chunk_o")
+    ops.chunk_gla, ops.chunk_linear_attn = chunk_gla, chunk_linear_attn  # type: ignore[attr-defined]
+    for module in (types.ModuleType("fla"), ops, types.ModuleType("fla.ops.common"), guard):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    fla_core._function.cache_clear()
+    try:
+        c = case("gla", shape="1,40,1,2,8,4,3", dtype="float32")
+        x = draw(c, CPU)
+        assert fla_core.supports(c) == "" and fla_core.supports(case("kda")) == "has no chunk_kda"
+        o, _ = fla_core.call(c, x, x.x)
+        assert seen == {"cu_seqlens": x.cu, "output_final_state": False} and o.shape == x.do.shape
+        lin = case("linear_attn", shape=TINY, dtype="float32")
+        fla_core.call(lin, draw(lin, CPU), draw(lin, CPU).x)
+        assert seen["normalize"] is False and guard.TRITON_ABOVE_3_7_1 is True  # type: ignore[attr-defined]
+    finally:
+        fla_core._function.cache_clear()
+
+
+def test_every_peer_has_what_a_peer_must_have():
+    assert set(peer.peers()) == {"fla-core", "flash-qla", "jax-linear-attention", "nvidia", "sdpa", "transformers"}
+    for name, module in peer.peers().items():
+        assert isinstance(module.available(), str), name
+        assert callable(getattr(module, "call", None) or getattr(module, "work", None)), name
+        if name != "fla-core":
+            assert module.supports(case("iplr_delta_rule", shape="1,8,1,1,4,4,2")), name  # none has it, and it says so
+    assert select(["none"]) == [] and select(["sdpa", "sdpa"]) == ["sdpa"] and select(["all"]) == list(peer.peers())
+
+
+def test_members_of_plain_arguments_are_those_that_others_have_too():
+    names = {n for n, op in all_ops().items() if plain(op)}
+    assert {"linear_attn", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda"} <= names
+    assert not names & {"rwkv6", "rwkv7", "gated_delta_product", "lightning_attn", "comba"}
+
+
+def test_peak_memory_is_what_a_call_holds_at_once():
+    x = torch.randn(1000)
+    one = x.numel() * x.element_size()
+    assert peak(Side(lambda: x.neg(), CPU)) == one
+    assert peak(Side(lambda: x.neg().abs(), CPU)) == 2 * one  # a temporary and the result
+    assert one < peak(Side(lambda: [x.neg().sum() for _ in range(3)], CPU)) < 2 * one  # one temporary at a time
+    assert percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == (2.0, 3.0, 5.0)
+
+
+def test_whoever_times_waits_for_those_who_warm_up(tmp_path):
+    lock, order = tmp_path / "lock", []
+
+    def time_alone() -> None:
+        with turn(lock, alone=True):
+            order.append("timed")
+
+    with turn(lock, alone=False), turn(lock, alone=False):
+        thread = threading.Thread(target=time_alone)
+        thread.start()
+        thread.join(0.2)
+        order.append("warm")
+    thread.join(10)
+    assert order == ["warm", "timed"]
+
+
+def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    import fcntl
+
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    def alone() -> bool:
+        with lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    lock, held = tmp_path / "lock", []
+    lock.touch()
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, warmup, rep, quantiles: [call(), *quantiles])
+    monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)  # put back afterwards
+    tune_in_turns(lock)
+    tuner = Autotuner.__new__(Autotuner)
+    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
+    assert held == [False, True]
+
+
+def test_a_first_call_that_takes_too_long_is_given_up():
+    with pytest.raises(TookTooLong, match="more than 0 s"), limit(0.05):
+        time.sleep(5)
+    with limit(5):
+        pass
+    time.sleep(0.01)  # and no alarm is left behind
+
+
+def test_a_first_call_is_timed_in_a_fresh_process(capsys, tmp_path):
+    assert call("bench", "linear_attn", "--shape", "1,8,1,1,4,4", "--device", "cpu", "--forward", "--first-call", "--out", tmp_path) == 0
+    [row] = load(tmp_path)
+    assert row["pass"] == "first call" and set(row["seconds"]) == {"empty", "filled"}
+    assert all(set(run) == {"import", "forward"} and run["forward"] > 0 for run in row["seconds"].values())
+    assert "empty cache: import" in capsys.readouterr().out
+
+
+def row(who: str, ms: float, date: str = "2026-01-01", **kw) -> dict:
+    c = case("gla", shape="S1").record
+    return {
+        "device": "NVIDIA H200", "threads": None, "date": f"{date}T00:00:00", "case": c, "pass": "forward", "who": who, "version": "1",
+        "wrong": False, "why": "", "ran": [{"backend": "kernels", "plan": "triton", "chunk": 64}] if who == OURS else [],
+        "errors": {"o": {"error": 2e-3}}, "method": "graph", "ms": {"p20": ms, "p50": ms, "p80": ms},
+        "eager_ms": {"p50": 4 * ms if who == OURS else ms},
+        "floor_ms": 0.1, "tb_s": 1.0, "tflop_s": 1.0, "to_floor": 2.0, **kw,
+    }  # fmt: skip
+
+
+def test_the_table_shows_the_newest_run_and_no_speed_for_what_is_wrong(tmp_path):
+    append(tmp_path, [row(OURS, 9.0), row("old", 9.0), row(OURS, 0.5, "2026-01-02"), row("fla-core", 1.25, "2026-01-02")])
+    append(tmp_path, [row("bad", 0.1, "2026-01-02", wrong=True)])
+    text = table.markdown(load(tmp_path))
+    assert "| gla | S1 | bfloat16, slow | forward | 0.5 / 2 | wrong | 1.25 / 1.25 | 2.50 / 0.62 | 2e-03 |" in text
+    assert "old" not in text and "0.1" not in text
+    append(tmp_path, [row(OURS, 0.4, "2026-01-03", ran=[{"backend": "torch", "plan": "chunk", "chunk": 64}])])
+    assert "| 0.4 / 1.6 (torch) |" in table.markdown(load(tmp_path))
+    (tmp_path / "nvidia_h200" / "x.jsonl").write_text(json.dumps({"no": "date"}))
+    with pytest.raises(ValueError, match="x.jsonl:1"):
+        load(tmp_path)
+
+
+def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
+    append(tmp_path / "results", [row(OURS, 0.5)])
+    assert call("bench", "--table", "--readme", readme, "--out", tmp_path / "results") == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}\n") and text.endswith(f"{table.END}\nafter\n")
+    assert "stale" not in text and "| 0.5 / 2 |" in text
+    assert call("bench", "--table", "--readme", readme, "--out", tmp_path / "results") == 0
+    assert readme.read_text() == text and "was up to date" in capsys.readouterr().out
+
+
+def test_the_readme_shows_the_results_of_the_repository():
+    text = README.read_text()
+    between = text[text.index(table.BEGIN) + len(table.BEGIN) : text.index(table.END)]
+    assert between == f"\n\n{table.markdown(load(README.parent / 'bench' / 'results'))}\n"

@@ -1,0 +1,378 @@
+"""The command line as its user meets it."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkwise.cli import main
+from chunkwise.cli.recipe import Recipe
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness.\n" * 40
+TINY = "--layers 1 --width 16 --heads 2 --batch 2 --context 32".split()
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return end.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "tale.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory) -> Path:
+    """A finished run, with byte-pair encoding."""
+    out = tmp_path_factory.mktemp("run") / "bpe"
+    assert call("train", text, "--out", out, *TINY, "--steps", 40, "--lr", 0.01, "--tokenizer", "bpe", "--vocab", 300) == 0
+    return out
+
+
+def result(out: Path) -> dict:
+    return json.loads((out / "result.json").read_text())
+
+
+def losses(out: Path) -> list[tuple[int, dict]]:
+    """The loss curve: everything logged but the clock."""
+    history = [e for e in result(out)["history"] if "loss" in e or "eval_loss" in e]
+    return [(e["step"], {k: v for k, v in e.items() if k != "seconds"}) for e in history]
+
+
+def test_training_learns_and_leaves_a_model_a_curve_and_a_result(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import chunkwise.models  # noqa: F401
+
+    out = result(run)
+    curve = [e["loss"] for _, e in losses(run) if "loss" in e]
+    assert curve[-1] < curve[0] - 0.5
+    assert out["steps"] == 40 and out["tokens"] == 40 * 2 * 32
+    assert out["bits_per_byte"] < math.log2(300) / 2
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").glob("events*"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+    assert model.num_parameters() == out["parameters"]
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+
+
+def test_killed_run_continues_to_the_bit(text, tmp_path):
+    """kill -9 after the first checkpoint, then --resume: the loss curve and the weights are those of a run left alone."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    program = [sys.executable, "-m", "chunkwise.cli", "train"]
+    options = [str(text), *TINY, "--steps", "100", "--save-every", "10", "--out"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    process = subprocess.Popen([*program, *options, str(killed)], **quiet)
+    while not list(killed.glob("checkpoint-*/COMPLETE")):
+        assert process.poll() is None, "the run ended before its first checkpoint"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "result.json").exists()
+    half = killed / "checkpoint-9999"  # as if the kill had come while a checkpoint was being written
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    resumed = subprocess.run([*program, "--resume", "--out", str(killed)], **{**quiet, "stderr": subprocess.PIPE}, text=True)
+    assert resumed.returncode == 0 and "continuing from step" in resumed.stderr
+    subprocess.run([*program, *options, str(whole)], check=True, **quiet)
+    assert losses(killed) == losses(whole)
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert not half.exists()
+
+
+def test_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path, capsys):
+    options = [*TINY, "--steps", 12, "--seed", 5]
+    assert call("train", text, "--out", tmp_path / "whole", *options) == 0
+    assert call("train", text, "--out", tmp_path / "killed", *options) == 0
+    for file in (tmp_path / "killed").iterdir():
+        if file.is_file() and file.name != "recipe.json":
+            file.unlink()
+    assert call("train", "--out", tmp_path / "killed", "--resume") == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_run_is_reproducible_and_the_seed_changes_it(text, tmp_path):
+    for name, seed in ("a", 1), ("b", 1), ("c", 2):
+        assert call("train", text, "--out", tmp_path / name, *TINY, "--steps", 10, "--seed", seed) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_run_limited_by_time_stops_on_time(text, tmp_path):
+    assert call("train", text, "--out", tmp_path / "run", *TINY, "--minutes", 0.02) == 0
+    out = result(tmp_path / "run")
+    assert 1.2 <= out["seconds"] < 10 and out["steps"] > 1
+    assert out["history"][-1]["step"] == out["steps"]
+
+
+def test_bfloat16_trains_by_autocast_on_float32_weights(text, tmp_path):
+    from safetensors.torch import load_file
+
+    for dtype in "bfloat16", "float32":
+        assert call("train", text, "--out", tmp_path / dtype, *TINY, "--steps", 10, "--dtype", dtype) == 0
+    weights = load_file(tmp_path / "bfloat16" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    assert losses(tmp_path / "bfloat16") != losses(tmp_path / "float32")
+
+
+def test_gates_norms_and_biases_do_not_decay():
+    from chunkwise.cli.loop import Loop
+    from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=20)
+    model = ChunkwiseForCausalLM(ChunkwiseConfig(mixer="gated_delta_rule", **sizes))
+    decaying = set(Loop.get_decay_parameter_names(None, model))
+    named = dict(model.named_parameters())
+    marked = {n for n, p in named.items() if getattr(p, "_no_weight_decay", False)}
+    assert any(n.endswith("A_log") for n in marked) and any(n.endswith("dt_bias") for n in marked)
+    assert not decaying & marked
+    assert not any("norm" in n or n.endswith("bias") for n in decaying)
+    assert any(n.endswith("q_proj.weight") for n in decaying) and any("mlp" in n for n in decaying)
+
+
+def test_learning_rate_follows_its_schedule():
+    recipe = Recipe(mixer="gla", layers=1, width=8, heads=1, batch=1, lr=1.0, steps=1000, warmup=100)
+    rates = [recipe.rate(s, s / 1000) for s in range(1001)]
+    assert rates.index(max(rates)) == 100 and rates[0] < 0.02 and abs(rates[1000]) < 1e-12
+    wsd = Recipe(mixer="gla", layers=1, width=8, heads=1, batch=1, lr=1.0, steps=1000, warmup=100, schedule="wsd")
+    rates = [wsd.rate(s, s / 1000) for s in range(1001)]
+    assert all(r == 1 for r in rates[100:800]) and rates[900] == pytest.approx(0.5) and rates[1000] == 0
+
+
+def test_recall_command_reports_accuracy(tmp_path, capsys):
+    sizes = "--pairs 2 --keys 4 --values 4 --length 12 --layers 1 --width 16 --steps 20".split()
+    assert call("recall", "--out", tmp_path / "run", *sizes) == 0
+    assert 0 <= result(tmp_path / "run")["accuracy"] <= 1
+    assert "of the queries right after 20 steps" in capsys.readouterr().out
+
+
+def test_generated_text_is_that_of_the_model_before_it_was_saved(tmp_path, capsys):
+    from chunkwise.data.tokenizer import byte_tokenizer
+    from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_heads=2, vocab_size=256)
+    config = ChunkwiseConfig(mixer="gla", **sizes)
+    model, tokenizer = ChunkwiseForCausalLM(config).eval(), byte_tokenizer()
+    ids = tokenizer("Hello", return_tensors="pt")["input_ids"]
+    want = tokenizer.decode(model.generate(ids, max_new_tokens=30, do_sample=False)[0])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert call("generate", tmp_path, "--prompt", "Hello", "--max-new-tokens", 30, "--temperature", 0) == 0
+    assert capsys.readouterr().out == want + "\n"
+
+
+def test_sampling_repeats_with_its_seed_and_only_with_it(run, capsys):
+    def text(**options):
+        flags = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", v)]
+        assert call("generate", run, "--prompt", "It was", "--max-new-tokens", 30, *flags) == 0
+        return capsys.readouterr().out
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text(seed=1).startswith("It was")
+    assert text(seed=1, top_p=1e-9) == text(temperature=0)  # only the likeliest token is left
+
+
+def test_text_appears_while_the_model_still_writes(run, monkeypatch):
+    from chunkwise.models import ChunkwiseForCausalLM
+
+    forward, calls, seen = ChunkwiseForCausalLM.forward, [], []
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    class Paper:
+        def write(self, text):
+            seen.append((len(calls), text))
+
+        def flush(self):
+            seen.append((len(calls), None))
+
+    counted.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(ChunkwiseForCausalLM, "forward", counted)
+    monkeypatch.setattr(sys, "stdout", Paper())
+    assert call("generate", run, "--prompt", "It was", "--max-new-tokens", 20) == 0
+    written = [n for n, text in seen if text]
+    assert written[0] <= 1 and len(calls) == 20
+    assert len(set(written)) > 10, "the text came in a few lumps"
+    assert all(text is None for _, text in seen[1::2]), "every write is flushed"
+
+
+def test_long_prompt_is_read_in_pieces_to_the_same_text(run, monkeypatch, capsys):
+    def text():
+        assert call("generate", run, "--prompt", TEXT[:300], "--max-new-tokens", 20, "--temperature", 0) == 0
+        return capsys.readouterr().out
+
+    whole = text()
+    monkeypatch.setattr(importlib.import_module("chunkwise.cli.generate"), "PIECE", 16)
+    assert text() == whole
+
+
+def test_prompt_longer_than_the_memory_is_refused_where_memory_grows(run, tmp_path, monkeypatch, capsys):
+    from chunkwise.data.tokenizer import byte_tokenizer
+    from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
+
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_heads=2, vocab_size=256)
+    ChunkwiseForCausalLM(ChunkwiseConfig(layer_types=["gla", "full_attention"], **sizes)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(importlib.import_module("chunkwise.cli.generate"), "free_memory", lambda: 15 * 2 * 16 * 4)
+    assert call("generate", tmp_path, "--prompt", "Hello", "--max-new-tokens", 11) == 2  # one layer keeps 16 keys and values of 16 floats
+    error = capsys.readouterr().err
+    assert error == "chunkwise: 16 tokens are more than the memory holds: the attention layers want 2,048 bytes, 1,920 are free\n"
+    assert call("generate", tmp_path, "--prompt", "Hello", "--max-new-tokens", 10) == 0
+    assert call("generate", run, "--prompt", "Hello", "--max-new-tokens", 50) == 0  # a recurrent state does not grow
+
+
+def test_listings_name_every_member(capsys):
+    from chunkwise.spec import all_ops
+
+    for command in "ops", "doctor":
+        assert call(command) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in all_ops())
+    assert torch.__version__ in out and "GPU" in out.upper()
+
+
+def test_help_is_no_error(capsys):
+    assert call("train", "--help") == 0
+    assert "--mixer" in capsys.readouterr().out
+
+
+REFUSALS = {
+    "no text": ("train --out {new}", "give at least one text"),
+    "missing file": ("train {tmp}/nowhere.txt --out {new}", "nowhere.txt: no such file"),
+    "empty file": ("train {tmp}/empty.txt --out {new}", "no text in"),
+    "empty folder": ("train {tmp}/void --out {new}", "no text in"),
+    "binary file": ("train {tmp}/binary --out {new}", "not UTF-8"),
+    "short text": ("train {tmp}/short.txt --out {new}", "too short"),
+    "unknown option": ("train {text} --out {new} --colour red", "--colour"),
+    "option without a number": ("train {text} --out {new} --steps many", "--steps"),
+    "unknown mixer": ("train {text} --out {new} --mixer abacus", "abacus"),
+    "no layers": ("train {text} --out {new} --layers 0", "--layers must be at least 1, got 0"),
+    "heads that do not divide": ("train {text} --out {new} --width 30 --heads 4", "--width must be a multiple of --heads"),
+    "no steps": ("train {text} --out {new} --steps 0", "--steps must be at least 1, got 0"),
+    "minutes below zero": ("train {text} --out {new} --minutes -1", "--minutes must be a positive number"),
+    "learning rate zero": ("train {text} --out {new} --lr 0", "--lr must be a positive number"),
+    "learning rate not a number": ("train {text} --out {new} --lr nan", "--lr must be a positive number"),
+    "unknown schedule": ("train {text} --out {new} --schedule moon", "--schedule must be one of cosine, wsd"),
+    "unknown dtype": ("train {text} --out {new} --dtype int8", "--dtype must be one of"),
+    "float16 on a CPU": ("train {text} --out {new} --dtype float16 --device cpu", "--dtype float16 needs a GPU"),
+    "unknown device": ("train {text} --out {new} --device tpu", "--device must be auto, cpu or cuda"),
+    "unknown tokenizer": ("train {text} --out {new} --tokenizer word", "--tokenizer must be one of byte, bpe"),
+    "vocabulary for bytes": ("train {text} --out {new} --vocab 500", "--vocab is for --tokenizer bpe"),
+    "vocabulary too small": ("train {text} --out {new} --tokenizer bpe --vocab 256", "more than 256, got 256"),
+    "context of one": ("train {text} --out {new} --context 1", "--context must be at least 2"),
+    "folder in use": ("train {text} --out {full}", "not empty: continue its run with --resume, replace it with --force"),
+    "folder that is a file": ("train {text} --out {text}", "is a file"),
+    "force over what is no run": ("train {text} --out {full} --force", "--force replaces only runs"),
+    "resume and force": ("train {text} --out {run} --resume --force", "not both"),
+    "resume of nothing": ("train {text} --out {new} --resume", "no run to resume"),
+    "resume of a finished run": ("train --out {run} --resume", "finished"),
+    "more pairs than keys": ("recall --out {new} --pairs 9 --keys 8", "pairs must be between 1 and keys=8, got 9"),
+    "sequence too short": ("recall --out {new} --pairs 8 --length 20", "length must be at least 3 * pairs + 1 = 25"),
+    "missing model": ("generate {tmp}/nowhere", "nowhere: no such folder"),
+    "folder without a model": ("generate {full}", "holds no model"),
+    "damaged model": ("generate {tmp}/damaged", "header"),
+    "folder below a file": ("train {text} --out {text}/below", "Not a directory"),
+    "empty prompt": ("generate {run} --prompt {nothing}", "--prompt is empty"),
+    "temperature below zero": ("generate {run} --temperature -1", "--temperature must be"),
+    "top-p of zero": ("generate {run} --top-p 0", "--top-p must be"),
+    "no new tokens": ("generate {run} --max-new-tokens 0", "--max-new-tokens must be at least 1"),
+    "unknown command": ("paint", "paint"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal_is_one_line_and_code_two_and_writes_nothing(case, text, run, tmp_path, capsys):
+    command, message = REFUSALS[case]
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("brief")
+    (tmp_path / "binary").write_bytes(b"\0\1\2")
+    (tmp_path / "void").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("keep me")
+    (tmp_path / "damaged").mkdir()
+    for name in "config.json", "tokenizer.json", "tokenizer_config.json":
+        (tmp_path / "damaged" / name).write_bytes((run / name).read_bytes())
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"half a mod")
+    before = sorted((p, p.stat().st_mtime_ns) for root in (tmp_path, run) for p in root.rglob("*"))
+    places = {"{tmp}": tmp_path, "{new}": tmp_path / "new", "{full}": tmp_path / "full", "{run}": run, "{text}": text, "{nothing}": ""}
+    words = command.split()
+    for mark, place in places.items():
+        words = [w.replace(mark, str(place)) for w in words]
+    assert call(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("chunkwise: ") and message in captured.err
+    assert captured.out == ""
+    assert sorted((p, p.stat().st_mtime_ns) for root in (tmp_path, run) for p in root.rglob("*")) == before
+
+
+def test_resumed_run_refuses_options_and_texts_that_differ(text, tmp_path, capsys):
+    tale = tmp_path / "tale.txt"
+    tale.write_text(TEXT)
+    out = tmp_path / "run"
+    assert call("train", tale, "--out", out, *TINY, "--steps", 10) == 0
+    (out / "result.json").unlink()
+    capsys.readouterr()
+    assert call("recall", "--out", out, "--resume") == 2
+    assert "holds the run of another command" in capsys.readouterr().err
+    assert call("train", "--out", out, "--resume", "--width", 32) == 2
+    assert capsys.readouterr().err == "chunkwise: --width was 16 when the run began; it cannot become 32\n"
+    tale.write_text(TEXT + "More.")
+    assert call("train", "--out", out, "--resume") == 2
+    assert "text has changed" in capsys.readouterr().err
+
+
+def test_unfinished_run_points_to_its_checkpoint(tmp_path, capsys):
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "model.safetensors").write_bytes(b"")
+    assert call("generate", tmp_path) == 2
+    assert "the newest checkpoint is" in capsys.readouterr().err
+
+
+def test_loss_that_is_not_finite_ends_the_run(text, tmp_path, capsys, monkeypatch):
+    from chunkwise.models import ChunkwiseForCausalLM
+
+    init = ChunkwiseForCausalLM.__init__
+
+    def broken(self, config):
+        init(self, config)
+        with torch.no_grad():
+            next(self.parameters()).fill_(float("nan"))
+
+    monkeypatch.setattr(ChunkwiseForCausalLM, "__init__", broken)
+    assert call("train", text, "--out", tmp_path / "run", *TINY, "--steps", 20) == 1
+    assert "the loss is nan at step 10" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_force_replaces_a_run(text, tmp_path):
+    assert call("train", text, "--out", tmp_path / "run", *TINY, "--steps", 10) == 0
+    assert call("train", text, "--out", tmp_path / "run", *TINY, "--steps", 20, "--force") == 0
+    assert result(tmp_path / "run")["steps"] == 20
+
+
+def test_readme_example_says_what_happens():
+    failed, tried = doctest.testfile(str(Path(__file__).parents[1] / "README.md"), module_relative=False)
+    assert tried > 5 and failed == 0
+
+
+def test_command_line_starts_without_torch():
+    code = "import sys, chunkwise.cli.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
