@@ -76,7 +76,8 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = x.q.new_empty(B, T, HV, V)
     state = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
-    plan, chunk, saved = switches[4], switches[5], (0,)
+    plan, chunk = switches[4], switches[5]
+    saved: tuple[int, ...] = (0,)
     if save and plan == "triton" and switches[3] != Rule.ADD.value:
         return o, ST, x.q.new_empty(B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk))
     if save and plan == "chunk":

@@ -15,7 +15,7 @@ EPS = 1e-6
 def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
     """x / sqrt(sum of squares over the last axis + eps), computed in float32 at least, in x's dtype."""
     z = x if x.dtype == torch.float64 else x.float()
-    return (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (z * torch.rsqrt(torch.linalg.vector_norm(z, dim=-1, keepdim=True).square() + eps)).to(x.dtype)
 
 
 def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:

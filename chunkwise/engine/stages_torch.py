@@ -160,31 +160,42 @@ def state_pass(
     read, write, xk, query: [S, H, n, C, K], decayed as the direction wants; T: [S, H, n, C, C]; base, xv: [S, H, n, C, V].
     `keep` keeps the state each slot met; `read_out` = False leaves Q out.
     """
-    shape = (to.slots, *S.shape[1:3], to.C, S.shape[-1])
-    out = Pass(S.clone(), met=S.new_empty(to.slots, *S.shape[1:]) if keep else None)
-    if read is not None:
-        out.X = S.new_empty(shape)
-    if query is not None and read_out:
-        out.Q = S.new_empty(shape)
-    D, E = key.total(), value.total()
+    heads, (K, V), slots = S.shape[1:3], S.shape[3:], to.slots
+    n = heads.numel()  # matrices a slot
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        """One batch of matrices: [slots * H * n, ...]."""
+        return None if x is None else x.expand(slots, *heads, *x.shape[3:]).reshape(slots * n, *x.shape[3:])
+
+    read, T, base, write, xk, xv, query = map(rows, (read, T, base, write, xk, xv, query))
+    D, E = rows(key.total()), rows(value.total())
+    last = S.clone().view(-1, K, V)
+    met = S.new_empty(slots * n, K, V) if keep else None
+    X = S.new_empty(slots * n, to.C, V) if read is not None else None
+    Q = S.new_empty(slots * n, to.C, V) if query is not None and read_out else None
     for now, m in reversed(to.steps) if reverse else to.steps:
-        s = out.last[:m]
-        if out.met is not None:
-            out.met[now] = s
-        if out.Q is not None and query is not None:
-            out.Q[now] = query[now] @ s
-        new = None if xk is None or xv is None else xk[now].mT @ xv[now]
-        if out.X is not None and read is not None and base is not None and T is not None and write is not None:
-            out.X[now] = T[now] @ (base[now] + read[now] @ s)
-            more = write[now].mT @ out.X[now]
-            new = more if new is None else new.add_(more)
+        at, state = slice(now.start * n, now.stop * n), last[: m * n]
+        if met is not None:
+            met[at] = state
+        if Q is not None and query is not None:
+            torch.bmm(query[at], state, out=Q[at])
+        if X is not None and read is not None and base is not None and T is not None:
+            torch.bmm(T[at], torch.baddbmm(base[at], read[at], state), out=X[at])
         if D is not None:
-            s *= D[now][..., None]
+            state *= D[at, :, None]
         if E is not None:
-            s *= E[now][..., None, :]
-        if new is not None:
-            s += new
-    return out
+            state *= E[at, None, :]
+        if xk is not None and xv is not None:
+            state.baddbmm_(xk[at].mT, xv[at])
+        if X is not None and write is not None:
+            state.baddbmm_(write[at].mT, X[at])
+    tokens, states = (slots, *heads, to.C, V), (slots, *heads, K, V)
+    return Pass(
+        last.view(S.shape),
+        None if X is None else X.view(tokens),
+        None if Q is None else Q.view(tokens),
+        None if met is None else met.view(states),
+    )
 
 
 def output(c: Chunks, M: Scores, out: Pass) -> Tensor:
