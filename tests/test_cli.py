@@ -274,6 +274,7 @@ REFUSALS = {
     "unknown dtype": ("train {text} --out {new} --dtype int8", "--dtype must be one of"),
     "float16 on a CPU": ("train {text} --out {new} --dtype float16 --device cpu", "--dtype float16 needs a GPU"),
     "unknown device": ("train {text} --out {new} --device tpu", "--device must be auto, cpu or cuda"),
+    "threads below zero": ("train {text} --out {new} --threads -1", "--threads must be between 0 and 1024, got -1"),
     "unknown tokenizer": ("train {text} --out {new} --tokenizer word", "--tokenizer must be one of byte, bpe"),
     "vocabulary for bytes": ("train {text} --out {new} --vocab 500", "--vocab is for --tokenizer bpe"),
     "vocabulary too small": ("train {text} --out {new} --tokenizer bpe --vocab 256", "more than 256, got 256"),

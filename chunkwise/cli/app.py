@@ -12,6 +12,7 @@ from .bench import bench
 from .doctor import doctor
 from .generate import generate
 from .ops import ops
+from .precompile import precompile
 from .recall import recall
 from .refusal import Refusal
 from .train import train
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, recall, bench, ops, doctor):
+for command in (train, generate, recall, bench, precompile, ops, doctor):
     app.command()(command)
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]  # what typer raises for every misuse

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import option
-from .recipe import choose_device
+from .recipe import choose_device, choose_threads
 from .refusal import Refusal, need, refusing
 
 PIECE = 4096  # tokens of a long prompt read at a time, so that reading it takes no more memory than that
@@ -23,11 +23,13 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that hold this share of the probability.")] = 0.95,
     seed: option.Seed = 0,
     device: option.Device = "auto",
+    threads: option.Threads = 0,
 ) -> None:
     """Continue a prompt. The model's state has the same size after a million tokens as after one."""
     need("transformers", "models")
     _check(model, prompt, max_new_tokens, temperature, top_p)
     device = choose_device(device)
+    choose_threads(threads)
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer

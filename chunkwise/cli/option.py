@@ -23,6 +23,7 @@ WeightDecay = Annotated[float, typer.Option(help="Not for norms, biases and gate
 Dtype = Annotated[str, typer.Option(help="float32; bfloat16 or float16 by autocast.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the batches.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves it to PyTorch. One is best for small models on a busy machine.")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints; by default five in a run, and one every five minutes.")]
 Out = Annotated[Path, typer.Option(help="Folder of the run: checkpoints, curve, in the end the model.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its newest checkpoint.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from . import option
 from .folder import Folder
-from .recipe import Recipe, build_model, choose_device
+from .recipe import Recipe, build_model, choose_device, choose_threads
 from .refusal import need, refusing
 
 
@@ -34,6 +35,7 @@ def recall(
     dtype: option.Dtype = "float32",
     seed: option.Seed = 0,
     device: option.Device = "auto",
+    threads: option.Threads = 0,
     save_every: option.SaveEvery = None,
     resume: option.Resume = False,
     force: option.Force = False,
@@ -44,12 +46,13 @@ def recall(
     wanted = Recipe(
         mixer=mixer, layers=layers, width=width, heads=heads, batch=batch, lr=lr, minutes=minutes,
         steps=steps, warmup=warmup, schedule=schedule,
-        weight_decay=weight_decay, dtype=dtype, seed=seed, save_every=save_every, task=sizes,
+        weight_decay=weight_decay, dtype=dtype, seed=seed, threads=threads, save_every=save_every, task=sizes,
     )  # fmt: skip
     folder = Folder(out)
     recipe = folder.settle(wanted, option.given(ctx), resume=resume, force=force)
     device = choose_device(device)
     recipe.check(device)
+    recipe = replace(recipe, threads=choose_threads(recipe.threads))
     from transformers.utils import logging
 
     from chunkwise.data.recall import RecallTask

@@ -31,6 +31,7 @@ class Recipe:
     weight_decay: float = 0.1
     dtype: str = "float32"
     seed: int = 0
+    threads: int = 0
     save_every: int | None = None
     task: dict[str, Any] = field(default_factory=dict)
 
@@ -78,6 +79,17 @@ def choose_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise Refusal("--device cuda: PyTorch sees no GPU here")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def choose_threads(threads: int) -> int:
+    """Have PyTorch use so many threads, 0 for its own choice, and return their number, on which the last bits of sums depend."""
+    import torch
+
+    if not 0 <= threads <= 1024:
+        raise Refusal(f"--threads must be between 0 and 1024, got {threads}")
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
 
 
 def build_model(recipe: Recipe, vocab: int) -> Any:

@@ -10,7 +10,7 @@ import typer
 
 from . import option
 from .folder import Folder
-from .recipe import Recipe, build_model, choose_device
+from .recipe import Recipe, build_model, choose_device, choose_threads
 from .refusal import Refusal, need, refusing
 
 TOKENIZERS = ("byte", "bpe")
@@ -37,6 +37,7 @@ def train(
     dtype: option.Dtype = "float32",
     seed: option.Seed = 0,
     device: option.Device = "auto",
+    threads: option.Threads = 0,
     save_every: option.SaveEvery = None,
     resume: option.Resume = False,
     force: option.Force = False,
@@ -47,7 +48,7 @@ def train(
     wanted = Recipe(
         mixer=mixer, layers=layers, width=width, heads=heads, batch=batch, lr=lr, minutes=minutes,
         steps=steps, warmup=warmup, schedule=schedule,
-        weight_decay=weight_decay, dtype=dtype, seed=seed, save_every=save_every, task=data,
+        weight_decay=weight_decay, dtype=dtype, seed=seed, threads=threads, save_every=save_every, task=data,
     )  # fmt: skip
     folder = Folder(out)
     recipe = folder.settle(wanted, option.given(ctx), resume=resume, force=force)
@@ -62,6 +63,7 @@ def train(
     recipe = replace(recipe, task={**recipe.task, "sha256": digest})
     device = choose_device(device)
     recipe.check(device)
+    recipe = replace(recipe, threads=choose_threads(recipe.threads))
     _run(recipe, found, folder, device, resume)
 
 

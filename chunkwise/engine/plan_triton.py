@@ -1,0 +1,70 @@
+"""The plan on a GPU: inverse (or score), then a scan that also makes the output; backward: the scan twice, then one kernel of gradients."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ..spec import Gate, Rule, Streams
+from . import stages_triton as stages
+from .problem import Problem
+
+
+def _device(t: Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def chunk(dtype: torch.dtype, asked: int) -> int:
+    """Tokens of a chunk: as asked, or what the kernels' registers can hold. It does not depend on T, so neither do the compiled kernels."""
+    return 16 if dtype == torch.float32 else asked
+
+
+def _initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
+    """The state when there are no tokens."""
+    if S is None:
+        return torch.zeros(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device)
+    return S.to(torch.float32, copy=True)
+
+
+def _scores(p: Problem, x: Streams, at: stages.Index, T: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
+    """(T, the decayed operands of the scan) for gates per key, (T, None) for all others."""
+    if p.gate is Gate.KEY and x.g is not None:
+        from .stages_triton_score import scores
+
+        made = scores(p, x, at)
+        return made.T, (made.M, made.qd, made.kd, made.kr, made.decay)
+    if T is None and p.rule is Rule.DELTA:
+        T = stages.inverse(p, x, at)
+    return T, None
+
+
+def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, T to save if `save` and the rule has one."""
+    if p.T == 0 or p.N == 0:
+        T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if save and p.rule is Rule.DELTA else None
+        return torch.empty_like(x.v), _initial(p, S0, x.q.device) if final else None, T
+    with _device(x.q):
+        at = stages.index(p)
+        T, decayed = _scores(p, x, at, None)
+        made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True)
+    return stages.given(made.o), made.ST, T if save else None
+
+
+def backward(
+    p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
+) -> tuple[Streams, Tensor | None]:
+    """Gradients of every stream, in its dtype and shape, and of the initial state (fp32) if there is one."""
+    from .stages_triton_grad import grads
+
+    if p.T == 0 or p.N == 0:
+        zeros = Streams._make(None if t is None else torch.zeros_like(t) for t in x)
+        return zeros, None if S0 is None else _initial(p, dST, x.q.device)
+    with _device(x.q):
+        at = stages.index(p)
+        T, decayed = _scores(p, x, at, saved)
+        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
+        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
+        d = grads(p, x, at, do, S=stages.given(there.S), dS=stages.given(back.S), X=there.X, U=back.X, decayed=decayed)
+    return d, back.ST

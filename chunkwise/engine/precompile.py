@@ -1,0 +1,338 @@
+"""Fill Triton's kernel cache ahead of time, without a GPU.
+
+The hosts of the Triton plan run on tensors that have shapes but no contents, under a stand-in driver that reports the wanted card. What
+they would launch is noted, then built. The same Triton version finds the results on the card by the same key; where the cache lies is
+Triton's own affair (TRITON_CACHE_DIR). All of it happens in worker processes: the caller's driver is never touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..spec import EXTRA_SIZES, Op, all_ops, extent
+from .dispatch import CHUNKS, choose, run
+from .library import STREAMS, _call
+
+
+class Target(NamedTuple):
+    """A card that kernels are built for."""
+
+    backend: str
+    arch: int | str
+    lanes: int  # of a warp
+    shared: int  # bytes of shared memory that a program can have
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 << 10),  # A100
+    "sm_86": Target("cuda", 86, 32, 99 << 10),  # RTX 30
+    "sm_89": Target("cuda", 89, 32, 99 << 10),  # RTX 40, L4, L40
+    "sm_90": Target("cuda", 90, 32, 227 << 10),  # H100, H200
+    "sm_100": Target("cuda", 100, 32, 227 << 10),  # B200
+    "sm_120": Target("cuda", 120, 32, 99 << 10),  # RTX 50
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10),  # MI300
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Way(NamedTuple):
+    """How a member is called, as far as it decides what is built."""
+
+    grad: bool
+    initial: bool  # from a given state
+    final: bool  # with the last state
+
+
+WAYS = {
+    "training": Way(True, False, False),
+    "training with states": Way(True, True, True),
+    "prefill": Way(False, False, True),
+    "continuation": Way(False, True, True),
+}
+# (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
+LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
+
+
+class Launch(NamedTuple):
+    """A kernel that a host wants, in Triton's own words."""
+
+    module: str
+    name: str
+    data: str  # JSON: signature, constants, options
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel of the cache. None where it could not be built, and error says why."""
+
+    kernel: str
+    arch: str
+    switches: dict[str, Any]  # its compile-time arguments
+    signature: tuple[str, ...]  # types of the others
+    warps: int
+    stages: int
+    registers: int | None = None  # a thread
+    spills: int | None = None  # bytes a thread keeps in memory for want of registers
+    shared: int | None = None  # bytes a program
+    limit: int = 0  # of shared, on this card
+    seconds: float = 0.0  # to build, or to find in the cache
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card can run it."""
+        return self.error is None and self.shared is not None and self.shared <= self.limit
+
+
+class _StandIn:
+    """What Triton asks a driver before it builds anything."""
+
+    def __init__(self, arch: str):
+        from triton.backends.compiler import GPUTarget
+
+        self.arch, of = arch, TARGETS[arch]
+        self.target = GPUTarget(of.backend, of.arch, of.lanes)
+        self.utils = self
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return self.arch  # kernels are kept per device: no real one is called so
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_device_properties(self, device: str) -> dict[str, int]:
+        return {"max_shared_mem": TARGETS[self.arch].shared, "warpSize": TARGETS[self.arch].lanes}
+
+
+class _Hosts(TorchDispatchMode):
+    """Runs the plan's hosts for every pass on tensors without contents; the shapes of results are the operators' own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        ahead, back = torch.ops.chunkwise.forward.default, torch.ops.chunkwise.backward.default
+        if func is ahead and "triton" in args:
+            plan, p, x = _call(args[:STREAMS], *args[STREAMS + 1 : -2])
+            plan.forward(p, x, args[STREAMS], final=args[-2], save=args[-1])
+        elif func is back and "triton" in args:
+            saved, do, dST = args[-3:]
+            plan, p, x = _call(args[:STREAMS], *args[STREAMS + 1 : -3])
+            plan.backward(p, x, args[STREAMS], saved if saved.numel() else None, do, dST)
+        return func(*args, **(kwargs or {}))
+
+
+def _choose(*args: Any, **options: Any) -> Any:
+    """dispatch.choose as it decides on a GPU."""
+    return choose(*args, **{**options, "device": "cuda"})
+
+
+def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, packed: bool, **options: Any) -> None:
+    """One call of a member, and its gradient."""
+
+    def empty(shape: Iterable[int], dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=way.grad)
+
+    x = {n: empty(extent(a, sizes) for a in arg.axes.split()) for n, arg in op.args.items()}
+    N = sizes["B"]
+    if packed:
+        options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
+    S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
+    with torch.set_grad_enabled(way.grad), _Hosts():
+        out = run(op, x, op.check(x), {**op.defaults, **options, "initial_state": S0, "output_final_state": way.final}, _choose)
+        if way.grad:
+            made = [t for t in out if t is not None]
+            wanted = [t for t in (*x.values(), S0) if t is not None]
+            torch.autograd.grad(made, wanted, [torch.empty_like(t) for t in made], allow_unused=True)
+
+
+def _launches(
+    op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, ways: tuple[str, ...], loads: tuple[Any, ...]
+) -> list[Launch]:
+    """What calls of a member launch under the driver of this process, each kernel once."""
+    from triton import knobs
+
+    heard: dict[str, Launch] = {}
+
+    def listen(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        data = compile["specialization_data"]
+        heard.setdefault(data, Launch(fn.module, fn.name, data))
+        return True  # that is all: nothing is built here
+
+    knobs.runtime.jit_cache_hook = listen
+    try:
+        for way, (T, HV) in product(ways, loads):
+            if HV % group == 0:
+                sizes = {**EXTRA_SIZES, "B": 1, "T": T, "H": HV // group, "HV": HV, "K": K, "V": V}
+                _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return list(heard.values())
+
+
+def _usage(kernel: Any) -> tuple[int | None, int | None]:
+    """(registers, bytes of spills) of a thread."""
+    from triton import knobs
+
+    if "cubin" in kernel.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        return (int(found[1]), int(found[2])) if found else (None, None)
+    text = kernel.asm.get("amdgcn", "")
+    count, spilled = (re.search(rf"\.vgpr_{what}:\s*(\d+)", text) for what in ("count", "spill_count"))
+    return (int(count[1]) if count else None, 4 * int(spilled[1]) if spilled else None)
+
+
+def _build(arch: str, launch: Launch) -> Built:
+    """Build one kernel under the driver of this process."""
+    kernel = getattr(importlib.import_module(launch.module), launch.name.rpartition(".")[2])
+    said = json.loads(launch.data)
+    constants = {kernel.arg_names[k[0]]: v for k, v in zip(said["constant_keys"], said["constant_vals"])}
+    types = tuple(t for t in said["signature"].values() if t != "constexpr")
+    on = said["options"]
+    start = time.perf_counter()
+    about = dict(kernel=kernel.__name__, arch=arch, switches=constants, signature=types, warps=on["num_warps"], stages=on["num_stages"])
+    try:
+        made = kernel.preload(launch.data)
+        registers, spills = _usage(made)
+    except Exception as fault:  # whatever the compiler raises is a result here, not a failure of ours
+        return Built(**about, seconds=time.perf_counter() - start, error=_complaint() or f"{type(fault).__name__}: {str(fault)[:200]}")
+    took = time.perf_counter() - start
+    return Built(**about, registers=registers, spills=spills, shared=made.metadata.shared, limit=TARGETS[arch].shared, seconds=took)
+
+
+def _stand_in(arch: str) -> None:
+    """Begin a worker: the stand-in driver, and compilers' complaints (pages of them) into a file."""
+    from triton.runtime import driver
+
+    torch.set_num_threads(1)
+    log = tempfile.TemporaryFile()
+    os.dup2(log.fileno(), 2)
+    driver.set_active(_StandIn(arch))
+
+
+def _complaint() -> str | None:
+    """The last error that a compiler wrote."""
+    end = os.lseek(2, 0, os.SEEK_CUR)
+    tail = os.pread(2, 1 << 20, max(0, end - (1 << 20))).decode(errors="replace")
+    found = [line for line in tail.splitlines() if "error:" in line or "LLVM ERROR" in line]
+    os.ftruncate(2, 0)
+    os.lseek(2, 0, os.SEEK_SET)
+    return found[0][-300:] if found else None
+
+
+def _workers(arch: str, jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_stand_in, initargs=(arch,))
+
+
+class _Crew:
+    """Workers for a card, started when there is work; what kills one is done again alone, and is None if it kills that one too."""
+
+    def __init__(self, arch: str, jobs: int):
+        self.arch, self.jobs, self.pool = arch, jobs, _workers(arch, jobs)
+
+    def each(self, work: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """work(*item) of each, in their order."""
+        futures: list[Any] = []
+        try:
+            futures += (self.pool.submit(work, *item) for item in items)
+        except BrokenProcessPool:
+            pass
+        for item, future in zip_longest(items, futures):
+            try:
+                done = future and future.result()
+            except BrokenProcessPool:
+                done = None
+            yield self._alone(work, item) if done is None else done
+
+    def _alone(self, work: Callable[..., Any], item: tuple[Any, ...]) -> Any:
+        with _workers(self.arch, 1) as pool:
+            try:
+                return pool.submit(work, *item).result()
+            except BrokenProcessPool:
+                return None
+
+
+def _check(name: str, given: Sequence[Any], allowed: Iterable[Any]) -> None:
+    for x in given:
+        if x not in allowed:
+            raise ValueError(f"precompile: {name} must be among {', '.join(map(str, allowed))}, got {x!r}")
+
+
+def precompile(
+    arch: str = "sm_90",
+    ops: Sequence[str] | None = None,
+    *,
+    dtypes: Sequence[str] = ("bfloat16",),
+    sizes: Sequence[tuple[int, int]] = ((128, 128),),
+    groups: Sequence[int] = (1,),
+    packed: Sequence[bool] = (False, True),
+    ways: Sequence[str] = tuple(WAYS),
+    loads: Sequence[tuple[int, int]] = LOADS,
+    chunk_size: int = 64,
+    precision: str = "ieee",
+    jobs: int | None = None,
+    heard: Callable[[Built, int], None] = lambda built, of: None,
+) -> list[Built]:
+    """Build every kernel that calls of `ops` (names; None: all members) launch on a card of `arch`, into Triton's cache. Needs no GPU.
+
+    dtypes of q, k, v; sizes: (K, V) channels of a key and a value; groups: value heads a key head; packed: without and with cu_seqlens;
+    ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), which decide how work is cut up;
+    jobs: worker processes, one a core by default. heard(built, how many in all) is called after each kernel.
+    Returns a record a kernel, those that cannot be built or do not fit the card among them. Workers are new processes: a script calls this
+    below `if __name__ == "__main__":`. Raises ValueError for what is unknown, RuntimeError without Triton or under its interpreter.
+    """
+    _check("arch", [arch], TARGETS)
+    _check("ops", ops or (), all_ops())
+    _check("dtypes", dtypes, DTYPES)
+    _check("packed", packed, (False, True))
+    _check("ways", ways, WAYS)
+    _check("chunk_size", [chunk_size], CHUNKS)
+    _check("precision", [precision], ("ieee", "tf32"))
+    for label, numbers in (("sizes", sizes), ("groups", [(n,) for n in groups]), ("loads", loads), ("jobs", [(jobs or 1,)])):
+        for some in numbers:
+            if any(n < 1 for n in some):
+                raise ValueError(f"precompile: {label} must be at least 1, got {some[0] if len(some) == 1 else some}")
+    if find_spec("triton") is None:
+        raise RuntimeError("precompile: triton is not installed; without it there are no kernels to build (pip install 'chunkwise[gpu]')")
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("precompile: Triton's interpreter is on (TRITON_INTERPRET): it runs kernels without building them")
+    jobs = jobs or len(os.sched_getaffinity(0))
+    calls = [
+        (op, dtype, K, V, group, pack, chunk_size, precision, tuple(ways), tuple(loads))
+        for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
+    ]
+    crew, made = _Crew(arch, jobs), []
+    with crew.pool:
+        found = list(crew.each(_launches, calls))
+        if None in found:
+            raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")
+        wanted = list(dict.fromkeys(launch for some in found for launch in some))
+        for launch, built in zip(wanted, crew.each(_build, [(arch, launch) for launch in wanted])):
+            made.append(built or Built(launch.name.rpartition(".")[2], arch, {}, (), 0, 0, error="the compiler died"))
+            heard(made[-1], len(wanted))
+    return made

@@ -1,0 +1,216 @@
+"""The stages on a GPU: allocate, choose a config, launch. Names as in stages_torch; formulas in the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..kernels.index import index_kernel
+from ..kernels.inverse import inverse_kernel
+from ..kernels.state_pass import state_pass_kernel
+from ..spec import Gate, Rule, Streams
+from .problem import Problem
+from .stages_triton_split import Ends, can_carry, carry, empty_ends
+from .tune import WHOLE, Cut, card, config, split
+
+
+class Index(NamedTuple):
+    """Where the chunks lie among all B * T rows. A slot is a chunk of a sequence, sequence by sequence."""
+
+    slots: int  # of all sequences; packed: an upper bound, known without asking the device
+    chunks: Tensor | None  # packed: [slots, 2] int64, first row and valid rows of each slot (0: not used)
+    first: Tensor | None  # packed: [N + 1] int64, first slot of each sequence
+
+
+def index(p: Problem) -> Index:
+    """Stage `index`: nothing for dense calls, a table made on the device for packed ones."""
+    if p.cu_seqlens is None:
+        return Index(p.B * -(-p.T // p.C), None, None)
+    slots = p.T // p.C + p.N
+    first = torch.empty(p.N + 1, dtype=torch.int64, device=p.cu_seqlens.device)
+    chunks = torch.empty(slots, 2, dtype=torch.int64, device=p.cu_seqlens.device)
+    index_kernel[(p.N + 1,)](p.cu_seqlens.contiguous(), first, chunks, p.N, slots, C=p.C, BLOCK=256, num_warps=1)
+    return Index(slots, chunks, first)
+
+
+def distance(x: Tensor) -> int | None:
+    """Elements between neighbouring rows of [B, T, heads, D], or None where the B * T rows are not even or not dense inside."""
+    B, T, H, D = x.shape
+    row = H * D if B == T == 1 else x.stride(1) if T > 1 else x.stride(0)
+    even = (D == 1 or x.stride(3) == 1) and (H == 1 or x.stride(2) == D) and (B == 1 or x.stride(0) == T * row)
+    return row if even and H * D <= row < 2**24 else None  # kernels add up to 64 of them in 32 bits
+
+
+def rows(x: Tensor) -> tuple[Tensor, int]:
+    """[B, T, heads, D] with even rows, and their distance. A copy only where they are not."""
+    d = distance(x)
+    return (x, d) if d is not None else (x.contiguous(), x.shape[2] * x.shape[3])
+
+
+def alike(*xs: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """Tensors of one shape with even rows, equally far apart in all of them, and the distance. Copies only where that is not so."""
+    d = distance(xs[0])
+    if d is None or any(distance(x) != d for x in xs):
+        return tuple(x.contiguous() for x in xs), xs[0].shape[2] * xs[0].shape[3]
+    return xs, d
+
+
+def exact(parts: int) -> str:
+    """fp32 products from so many bf16 parts of each operand: 3 keep all 24 bits, 2 keep 16. The interpreter has plain fp32 products."""
+    return "ieee" if triton.knobs.runtime.interpret else {2: "bf16x3", 3: "bf16x6"}[parts]
+
+
+def products(p: Problem) -> str:
+    """input_precision of products whose operands have q's dtype (16-bit ones have only one)."""
+    return "tf32" if p.dtype != torch.float32 else exact(3) if p.precision == "ieee" else p.precision
+
+
+def solves(p: Problem) -> str:
+    """input_precision of the fp32 products inside the inverse."""
+    return products(p) if p.dtype == torch.float32 else exact(2)
+
+
+def switches(p: Problem) -> dict[str, object]:
+    """constexpr arguments that every stage's kernel has."""
+    scalar = p.gate in (Gate.HEAD, Gate.SCALAR)
+    split = scalar and p.dtype == torch.float32
+    return dict(K=p.K, C=p.C, GATE=p.gate.value, PACKED=p.cu_seqlens is not None, SPLIT=split, IP=products(p))
+
+
+def inverse(p: Problem, x: Streams, at: Index) -> Tensor:
+    """Stage `inverse` (delta; no gate per key): T of every chunk, [B, T, HV, C]: row t holds the columns of t's chunk."""
+    c = config("inverse", p)
+    (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
+    T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device)
+    inverse_kernel[(at.slots * p.HV,)](
+        e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
+        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, IPT=solves(p), **switches(p), **c.launch,
+    )  # fmt: skip
+    return T
+
+
+def dense(x: Tensor | None, unused: Tensor) -> Tensor:
+    """The contiguous tensor; any pointer in place of None, which the kernel's switches leave unread."""
+    return unused if x is None else x.contiguous()
+
+
+def chunks(at: Index, unused: Tensor) -> Tensor:
+    return unused if at.chunks is None else at.chunks
+
+
+def described(x: Tensor, d: int, C: int, block: int) -> TensorDescriptor:
+    """[B, T, heads, D], rows d apart, as a descriptor of [B, heads, T, D] for blocks of C rows: zeros beyond T and D, no writes there."""
+    B, T, H, D = x.shape
+    return TensorDescriptor(x, [B, H, T, D], [T * d, D, d, 1], [1, 1, C, block])
+
+
+def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
+    """Whether the copy engine can move these: 16-byte rows and starts, sequences that all begin at row 0, a card that has one."""
+    if p.cu_seqlens is not None or p.dtype == torch.float32 or p.K % 8 or p.V % 8:
+        return False
+    return card().engine and not any(d % 8 or x.data_ptr() % 16 for x, d in xs)
+
+
+Decayed = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]  # M, qd, kd, kr, decay of the score stage
+
+
+class Scan(NamedTuple):
+    """What one state pass made; None where it was not asked for."""
+
+    o: Tensor | None = None  # [B, T, HV, V]
+    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX
+    S: Tensor | None = None  # [slots, HV, V, K]: the state each chunk met; reversed: the gradient of the state it left
+    ST: Tensor | None = None  # [N, HV, K, V] fp32: the state after the last token; reversed: the gradient of the initial one
+    ends: Ends | None = None  # where sequences are cut into pieces: what the pieces make of any state
+
+
+def state_pass(
+    p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
+    do: Tensor | None = None, final: bool = False, output: bool = False, store: bool = False, maps: Ends | None = None, last: bool = False,
+) -> Scan:  # fmt: skip
+    """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
+
+    decayed (gates per key): (M, qd, kd, kr, decay) of the score stage, in place of q, k and g.
+    Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
+    (with `last` also the last piece's, which a gradient of the last state needs); where there are none they are made.
+    """
+    by = split(p) if can_carry(p) else WHOLE
+    if by == WHOLE:
+        return scan(p, x, at, S0, T=T, decayed=decayed, do=do, final=final, output=output, store=store)
+    reverse, delta, most = do is not None, p.rule is Rule.DELTA, by.pieces * by.finer
+    run = most - by.finer
+    need = most if last or (reverse and S0 is not None) else most - 1  # maps; in reverse an empty state meets the last one
+    found = None
+    if delta and (not reverse or maps is None or maps.held < need):
+        maps = scan(p, x, at, None if reverse else S0, T=T, decayed=decayed, cut=Cut(most), ends=need).ends
+        found = None if reverse else maps
+    if found is None:
+        found = scan(p, x, at, None, T=T, decayed=decayed, do=do, cut=Cut(most), ends=run).ends
+    firsts = carry(p, by, found, maps or found, S0, solves(p), reverse=reverse)
+    made = scan(p, x, at, firsts, T=T, decayed=decayed, do=do, final=final, output=output, store=store, cut=by)
+    return made._replace(ends=maps)
+
+
+def scan(
+    p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
+    do: Tensor | None = None, final: bool = False, output: bool = False, store: bool = False, cut: Cut = WHOLE, ends: int = 0,
+) -> Scan:  # fmt: skip
+    """One launch of the state pass. S0 [N * pieces, HV, K, V]: every piece's first state.
+
+    ends: only find what so many pieces of each sequence make of any first state; S0 then only says whether there is one at all.
+    """
+    reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
+    v, sv = rows(x.v if do is None else do)
+    unused, device = v, v.device
+    if decayed is None:
+        (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
+        M = decay = unused
+    else:
+        M, q, kd, k, decay = decayed
+        e, sk = k if kd is None else kd, p.HV * p.K
+    run = ends or cut.pieces
+    kind = "ends" if ends else "reverse" if reverse else "" if output else "states"
+    c = config("_".join(("state_pass", kind)).rstrip("_"), p if run == 1 else replace(p, N=p.N * run))
+    heads = (p.B, p.T, p.HV, p.V)
+    made = Scan(
+        torch.empty(heads, dtype=p.dtype, device=device) if output else None,
+        torch.empty(heads, dtype=p.dtype, device=device) if delta and store else None,
+        torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
+        torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
+    )
+    blocks = -(-p.V // c.BV)
+    if ends:
+        found = empty_ends(p, ends, blocks * c.BV, -(-p.K // c.BV) * c.BV if delta and not reverse else 0, device)
+        made = Scan(ST=found.ends, ends=found)
+        blocks = found.ends.shape[2] // c.BV
+    out = [unused if t is None else t for t in made[:4]]
+    kept = unused if made.ends is None or made.ends.kept is None else made.ends.kept
+    T = unused if T is None else T
+    tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (v, sv))
+    if tma:
+        q, k, e = (described(x, sk, p.C, c.BK) for x in (q, k, e))
+        v = described(v, sv, p.C, c.BV)
+        out[:2] = (described(x, p.HV * p.V, p.C, c.BV) for x in out[:2])
+        if made.S is not None:
+            out[2] = TensorDescriptor(made.S, list(made.S.shape), list(made.S.stride()), [1, 1, c.BV, c.BK])
+        T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
+    state_pass_kernel[(p.N * run * p.HV * blocks,)](
+        q, e, k, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
+        dense(S0, unused), dense(p.cu_seqlens, unused), unused if at.first is None else at.first, *out, kept,
+        sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
+        V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H, DELTA=delta, ERASE=x.e is not None, USE_BETA=x.beta is not None,
+        INITIAL=S0 is not None, FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p), **c.launch,
+    )  # fmt: skip
+    return made
+
+
+def given(t: Tensor | None) -> Tensor:
+    """A tensor that was asked for."""
+    if t is None:
+        raise ValueError("chunkwise engine: a stage was asked for a tensor it did not make")
+    return t

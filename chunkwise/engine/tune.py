@@ -1,0 +1,220 @@
+"""Which block sizes, warps and pipeline stages a kernel runs with. No search happens in a call: a rule, or a measured winner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..spec import Gate, Rule
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is built. BK, BV: columns of a block of keys and of values; tma: through the copy engine, where it can be."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    tma: bool = True
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces a sequence is scanned in, side by side; how many smaller ones each consists of when their ends are sought."""
+
+    pieces: int
+    finer: int = 1
+
+
+WHOLE = Cut(1)
+LONG = 8192  # tokens from which a sequence is cut
+MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
+
+
+@dataclass(frozen=True)
+class Card:
+    """What kernels are built for and chosen by."""
+
+    arch: str  # "sm_90", "gfx942"
+    shared: int  # bytes of shared memory that a program can have
+
+    @property
+    def engine(self) -> bool:
+        """Whether a copy engine moves blocks that descriptors describe."""
+        return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
+
+
+def card() -> Card:
+    """The current device, as Triton's driver reports it; the interpreter passes for an H200."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    if knobs.runtime.interpret:
+        return Card("sm_90", 227 << 10)
+    return _card(driver.active, driver.active.get_current_device())
+
+
+@cache
+def _card(driver: Any, device: Any) -> Card:
+    target = driver.get_current_target()
+    arch = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+    return Card(arch, driver.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def padded(n: int) -> int:
+    """A kernel's block for n columns: a power of two, at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _value_block(p: Problem, widest: int) -> int:
+    """The widest block of values that still gives every multiprocessor something to do."""
+    BV = min(widest, padded(p.V))
+    while BV > 16 and p.N * p.HV * -(-p.V // BV) < MULTIPROCESSORS:
+        BV //= 2
+    return BV
+
+
+def _eight() -> int:
+    """Warps of 256 threads: AMD's are twice as wide, and eight of them would have half the registers each."""
+    return 8 if card().arch.startswith("sm_") else 4
+
+
+def _state_pass(p: Problem) -> Config:
+    """S' [BV, BK] lives in registers in fp32: 64 x 128 of it fill four warps. fp32 operands take three times as many registers."""
+    BK = padded(p.K)
+    if p.dtype == torch.float32:
+        return Config(BK, _value_block(p, 16), 8, 1)
+    if not card().engine:  # operands lie in registers too
+        narrow = BK > 128 or (p.rule is Rule.DELTA and card().arch.startswith("gfx"))
+        return Config(BK, _value_block(p, 16 if narrow else 32), 4, 1)
+    blackwell = card().arch.startswith("sm_10")  # Triton 3.6.0 cannot pipeline a loop there that stores through descriptors
+    return Config(BK, _value_block(p, 64 if BK <= 128 else 32), 4, 2 if BK <= 128 else 1, tma=not blackwell)
+
+
+def _fills(p: Problem, cost: int) -> bool:
+    """Whether blocks of 128 x 128 of a state fit, with so many bytes of shared memory, and give three of four multiprocessors work."""
+    programs = p.N * p.HV * -(-p.V // 128)
+    square = padded(p.K) == 128 and p.V > 64 and p.gate is not Gate.KEY and p.dtype != torch.float32
+    return square and 4 * programs >= 3 * MULTIPROCESSORS and card().arch == "sm_90" and card().shared >= cost
+
+
+# Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
+def _output(p: Problem) -> Config:
+    if p.rule is Rule.ADD and _fills(p, 164000):
+        return Config(128, 128, 8, 3)  # 0.172, else 0.188
+    return _state_pass(p)
+
+
+def _states(p: Problem) -> Config:
+    if p.rule is Rule.ADD and _fills(p, 115000):
+        return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.162
+    return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # 0.205, else 0.221
+
+
+def _reverse(p: Problem) -> Config:
+    if p.rule is Rule.ADD and _fills(p, 115000):
+        return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.163
+    if _fills(p, 222000):
+        return Config(128, 128, 8, 3)  # 0.260, else 0.402
+    return _state_pass(p)
+
+
+def _inverse(p: Problem) -> Config:
+    return Config(padded(p.K), 0, 4 if p.dtype == torch.float32 else 2, 1)  # 0.130; one warp 0.129, four 0.174
+
+
+def _grad(p: Problem) -> Config:
+    """Narrow blocks of keys: two stages of them and whole values leave room for a second program on the multiprocessor."""
+    # Measured as above, ms at 3 and 2 stages: linear 0.41 0.45, RetNet 0.72 0.77, simple GLA 0.74 0.82, GDN 0.92 0.97, DeltaNet 0.95 0.64.
+    return Config(min(32, padded(p.K)), padded(p.V), 4, 2 if p.rule is Rule.DELTA and p.gate is Gate.NONE else 3)
+
+
+def _grad_blocks(p: Problem) -> Config:
+    # Two blocks at least: loops of one turn are unrolled, and products in a row make Triton lay out 8 warps along 64 rows.
+    warps = _eight() if p.C > 16 and card().arch != "sm_100" else 4  # sm_100: Triton 3.6.0 stops at the sums over 8 warps
+    return Config(min(64, max(16, padded(p.K) // 2)), min(64, max(16, padded(p.V) // 2)), warps, 1)
+
+
+def _channels(p: Problem) -> int:
+    """Channels a block of the kernels of gates per key: as many as stay in registers; fewer than 64, see kernels/grad_key.py."""
+    return min(32 if p.C == 64 and p.rule is Rule.ADD else 16, padded(p.K))
+
+
+def _grad_key(p: Problem) -> Config:
+    return Config(_channels(p), min(64, padded(p.V)), _eight() if p.C == 64 else 4, 1)
+
+
+def _score(p: Problem) -> Config:
+    return Config(_channels(p), 0, 4, 1)
+
+
+def _grad_value(p: Problem) -> Config:
+    return Config(min(64, padded(p.K)), min(128, padded(p.V)), 4, 2)  # GLA 0.23, KDA 0.16 ms; 64 values 0.25, 0.18
+
+
+def _score_bounded(p: Problem) -> Config:
+    return Config(min(32, padded(p.K)), min(64, padded(p.V)), 2, 1)  # GLA 0.48, KDA 0.76 ms; four warps 0.52, 0.86
+
+
+def _grad_bounded(p: Problem) -> Config:
+    """GLA 1.16 ms, KDA 1.69. Not 2 stages or 128 values for KDA: wrong there, ptxas 12.8 builds wgmma descriptors from unset registers.
+
+    It does so too where a left operand is narrower than 64: always 64 values, however few there are.
+    """
+    return Config(min(64 if p.rule is Rule.ADD else 32, padded(p.K)), 64, 4, 1)
+
+
+def _ends(p: Problem) -> Config:
+    """The delta rule's maps are as many blocks again."""
+    return _state_pass(p)
+
+
+def _carry(p: Problem) -> Config:
+    """Maps come whole, [BK, BK] in fp32; below 64 rows of states the products are not of the kind that computed left operands endanger."""
+    return Config(padded(p.K), min(16, padded(p.V)), 8, 1)
+
+
+RULES = {
+    "score_bounded": _score_bounded,
+    "grad_bounded": _grad_bounded,
+    "grad_value": _grad_value,
+    "inverse": _inverse,
+    "score": _score,
+    "state_pass": _output,
+    "state_pass_states": _states,  # without the output, storing states
+    "state_pass_reverse": _reverse,
+    "state_pass_ends": _ends,  # without output and states
+    "carry": _carry,
+    "grad": _grad,
+    "grad_blocks": _grad_blocks,
+    "grad_key": _grad_key,
+}
+
+
+def config(kernel: str, p: Problem) -> Config:
+    """The kernel's config for this problem."""
+    return RULES[kernel](p)
+
+
+def split(p: Problem) -> Cut:
+    """Pieces of a long sequence, of 8 chunks or more: enough for two programs a multiprocessor where one sample's heads are too few.
+
+    A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
+    depend on its neighbours. Measured on an H200, K=V=128, bf16, forward in ms, whole and cut: T=32768, H=32 in 4: RetNet 1.11 0.49,
+    GLA 2.32 1.84, DeltaNet 1.58 1.14, GDN 1.88 1.27, KDA 3.24 3.44; T=8192, H=8 in 16: RetNet 0.216 0.057, DeltaNet 0.284 0.138,
+    GDN 0.311 0.149, KDA 0.667 0.552.
+    """
+    programs, tokens = p.HV * -(-padded(p.V) // 64), -(-p.T // p.N) if p.cu_seqlens is not None else p.T
+    pieces, most = 1, 48 if p.rule is Rule.DELTA and p.gate is Gate.KEY else 96
+    while tokens >= LONG and programs < most and pieces < 16 and programs * pieces < 200 and tokens // (p.C * pieces) >= 16:
+        pieces *= 2
+    return Cut(pieces, 2 if p.rule is Rule.ADD and pieces == 4 else 1)

@@ -1,0 +1,124 @@
+"""T = (I - M_rw)^-1 of every chunk, with M_rw = -beta_i (e_i . k_j) e^(G_i - G_j) strictly below the diagonal.
+
+Blocks of doubling size: T_2s = [[T11, 0], [T22 M21 T11, T22]] from 1 up to C. That is back substitution, grouped: every factor is
+an inverse or a block of M, no power of M is formed, so keys that are all alike (M close to -1 everywhere) cost no accuracy.
+Only blocks on and below the diagonal are computed.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import chunk_rows, decay_sums, load_gate, load_rows, pair_decay
+
+
+@triton.jit
+def halves(x):
+    """[2n, ...] -> the even and the odd entries, [n, ...] each. x: 2 or 3 axes."""
+    if len(x.shape) == 3:
+        y = tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1], x.shape[2]])
+        a, b = tl.split(tl.permute(y, [0, 2, 3, 1]))
+    else:
+        y = tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]])
+        a, b = tl.split(tl.permute(y, [0, 2, 1]))
+    return a, b
+
+
+@triton.jit
+def doubled(b_T, b_M, s: tl.constexpr, IP: tl.constexpr):
+    """In tiles [n, 16, 16]: inverses of the diagonal blocks of s rows -> of 2s rows, in place."""
+    i = tl.arange(0, 16)[None, :, None] // s
+    j = tl.arange(0, 16)[None, None, :] // s
+    b_low = tl.where((i == j + 1) & (i % 2 == 1), b_M, 0.0)
+    return b_T + tl.dot(tl.dot(b_T, b_low, input_precision=IP), b_T, input_precision=IP)
+
+
+@triton.jit
+def solve16(b_M, IP: tl.constexpr):
+    """(I - M)^-1 of strictly lower triangular tiles M [n, 16, 16], zeros elsewhere."""
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    b_T = tl.where(i == j, 1.0, tl.where((i == j + 1) & (i % 2 == 1), b_M, 0.0))
+    b_T = doubled(b_T, b_M, 2, IP)
+    b_T = doubled(b_T, b_M, 4, IP)
+    return doubled(b_T, b_M, 8, IP)
+
+
+@triton.jit
+def merge(b_T, b_M21, IP: tl.constexpr):
+    """Inverses of diagonal blocks [2n, s, s] and the blocks M21 [n, s, s] between them -> inverses [n, 2s, 2s]."""
+    n: tl.constexpr = b_M21.shape[0]
+    s: tl.constexpr = b_M21.shape[1]
+    T11, T22 = halves(b_T)
+    if n == 1:
+        low = tl.dot(tl.reshape(b_M21, [s, s]), tl.reshape(T11, [s, s]), input_precision=IP)
+        T21 = tl.reshape(tl.dot(tl.reshape(T22, [s, s]), low, input_precision=IP), [n, s, s])
+    else:
+        T21 = tl.dot(T22, tl.dot(b_M21, T11, input_precision=IP), input_precision=IP)
+    top = tl.reshape(tl.permute(tl.join(T11, tl.zeros_like(T11)), [0, 1, 3, 2]), [n, s, 2 * s])
+    bottom = tl.reshape(tl.permute(tl.join(T21, T22), [0, 1, 3, 2]), [n, s, 2 * s])
+    return tl.reshape(tl.permute(tl.join(top, bottom), [0, 3, 1, 2]), [n, 2 * s, 2 * s])
+
+
+@triton.jit
+def picked(b_M, s: tl.constexpr, BELOW: tl.constexpr):
+    """The s x s blocks of a [C, C] matrix on its diagonal, or BELOW so many under it (zeros for those outside): [C/s, s, s]."""
+    n: tl.constexpr = b_M.shape[0] // s
+    i = tl.arange(0, n)[:, None, None, None]
+    j = tl.arange(0, n)[None, None, :, None]
+    return tl.sum(tl.where(i == j + BELOW, tl.reshape(b_M, [n, s, n, s]), 0.0), 2)
+
+
+@triton.jit
+def below(b_M, s: tl.constexpr):
+    """M21 of every pair of diagonal blocks of s rows: [C/2s, s, s]."""
+    _, b_low = halves(picked(b_M, s, 1))
+    return b_low
+
+
+@triton.jit
+def invert(b_M, IP: tl.constexpr):
+    """(I - M)^-1 of a strictly lower triangular fp32 matrix [C, C], zeros elsewhere; C: 16, 32, 64 or 128."""
+    C: tl.constexpr = b_M.shape[0]
+    b_T = solve16(picked(b_M, 16, 0), IP)  # [C/16, 16, 16]
+    if C > 16:
+        b_T = merge(b_T, below(b_M, 16), IP)  # [C/32, 32, 32]
+    if C > 32:
+        b_T = merge(b_T, below(b_M, 32), IP)  # [C/64, 64, 64]
+    if C > 64:
+        b_T = merge(b_T, below(b_M, 64), IP)
+    return tl.reshape(b_T, [C, C])
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def inverse_kernel(
+    e, k, g, beta, chunks, Tinv,  # e, k: token rows; g, beta: [B*T, HV]; Tinv: [B*T, HV, C]
+    sk, T, HV,  # rows of e and k are sk apart
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+    IP: tl.constexpr,  # of the products of e and k
+    IPT: tl.constexpr,  # of the fp32 products that make T
+):  # fmt: skip
+    """One program a (chunk, value head)."""
+    pid = tl.program_id(0)
+    i_slot = pid // HV
+    i_hv = pid - i_slot * HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    if L <= 0:
+        return
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_c = o_c < L
+    b_e = load_rows(e + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_k = load_rows(k + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_M = tl.dot(b_e, tl.trans(b_k), input_precision=IP)  # [C, C]
+    m_low = o_c[:, None] > o_c[None, :]
+    if GATE == "none":
+        b_M = tl.where(m_low, b_M, 0.0)
+    else:
+        b_G, b_F = decay_sums(load_gate(g, row, HV, i_hv, o_c, L, GATE), o_c, L, GATE, SPLIT)  # [C]
+        b_M *= pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m_low, SPLIT)
+    if USE_BETA:
+        b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=m_c, other=0.0).to(tl.float32)  # [C]
+        b_M *= b_beta[:, None]
+    b_T = invert(-b_M, IPT)  # [C, C]
+    p_T = Tinv + ((row + o_c) * HV + i_hv)[:, None] * C + o_c[None, :]
+    tl.store(p_T, b_T.to(Tinv.dtype.element_ty), mask=m_c[:, None])

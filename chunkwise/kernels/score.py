@@ -1,0 +1,130 @@
+"""Stage `scores` for gates per key channel: M_qk, T = (I - M_rw)^-1 and the decayed operands of the state pass.
+
+Secondary chunking. A reader at row i and a writer at row j < i meet through e^(G_i - G_j), one factor per channel, which must
+become (x e^(G_i - a)) . (y e^(a - G_j)) to be a matrix product, and a positive exponent would overflow. So, by halves: in
+level s the rows of every odd block of s rows meet the columns of the block before it, and a is the log decay at their border.
+A token is a row or a column of a level, never both: one exponential a channel and level. The diagonal has no decay.
+The border lies before the row, so a row hears nothing of later tokens, rounding included: causality is bitwise. (The gradients of
+grad_key.py, which need no such thing, stop at blocks whose gates sum to no more than LIMIT: all pairs there meet around the middle.)
+Exponents are sums of gates (0/1 matrix times g), not differences of prefix sums: nothing cancels.
+"""
+
+import triton
+import triton.language as tl
+
+from .inverse import invert
+from .tile import RCP_LN2, chunk_rows, load_rows, log2_gate
+
+LOWEST = tl.constexpr(-104.0)  # natural; exp of it is 0 in fp32
+
+
+@triton.jit
+def gate_parts(b_g, TYPE: tl.constexpr):
+    """Natural gates [C, BK] as hi + lo of the operands' dtype; lo is for gates that it cannot hold."""
+    b_g = b_g.to(tl.float32)
+    b_g = tl.where(b_g < LOWEST, LOWEST, b_g)
+    b_hi = b_g.to(TYPE)
+    return b_hi, (b_g - b_hi.to(tl.float32)).to(TYPE)
+
+
+@triton.jit
+def gate_sums(b_R, b_hi, b_lo, EXACT: tl.constexpr, IP: tl.constexpr):
+    """Sums of gates over sets of tokens: R [C, C] (row i: the set of i) times g [C, BK], in log2 units."""
+    b_E = tl.dot(b_R, b_hi, input_precision=IP)
+    if not EXACT:
+        b_E = tl.dot(b_R, b_lo, b_E, input_precision=IP)
+    return b_E * RCP_LN2
+
+
+@triton.jit
+def block_level(reach, steepest, C: tl.constexpr, LIMIT: tl.constexpr):
+    """log2 of how many rows may meet around their middle. reach: the chunk's largest -G, steepest: its largest -g, both in log2 units."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    n = 0
+    for level in tl.static_range(0, LEVELS - 1):
+        n += (steepest * 2**level <= LIMIT).to(tl.int32)
+    return tl.where(reach <= LIMIT, LEVELS, n)
+
+
+@triton.jit
+def meets(o_c, level):
+    """(row, column) [C] of tokens in a level of blocks of 2^level: i meets j before it where row_i == column_j."""
+    block = o_c >> level
+    return tl.where((block & 1) == 1, block - 1, -1), block
+
+
+@triton.jit
+def load_sets(sets, number, o_c, C: tl.constexpr):
+    """[C, C]: row i says which tokens' gates i sums."""
+    return tl.load(sets + number * C * C + o_c[:, None] * C + o_c[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def score_kernel(
+    q, e, k, g, beta, chunks,  # q, e, k: token rows; g [B*T, HV, K]; beta [B*T, HV]
+    sets,  # [2 * LEVELS + 3, C, C]: of levels, of blocks around their middle, from the chunk's start, to its end
+    near,  # [slots, HV] uint8: how many of a chunk's first rows bounded.py has done
+    Tinv, M, qd, kd, kr, decay,  # Tinv, M [B*T, HV, C]; qd, kd, kr [B*T, HV, K]; decay [slots, HV, K]
+    sk, T, HV, scale,  # rows of q, e, k are sk apart
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,  # of products of q, e and k; of sums of gates; of the fp32 products that make T
+):  # fmt: skip
+    """One program a (chunk, value head)."""
+    pid = tl.program_id(0)
+    i_slot = (pid // HV).to(tl.int64)
+    i_hv = pid % HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    if L <= 0:
+        return
+    n = tl.load(near + i_slot * HV + i_hv).to(tl.int32)
+    if n >= L:
+        return
+    i_h = i_hv // GROUP
+    TYPE: tl.constexpr = k.dtype.element_ty
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    o_c = tl.arange(0, C)
+    m_far = (o_c >= n) & (o_c < L)
+    b_diagonal = tl.zeros([C], tl.float32)
+    b_qk = tl.zeros([C, C], tl.float32)
+    b_ek = tl.zeros([C, C], tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_rows(q + i_h * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+        b_k = load_rows(k + i_h * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+        b_e = b_k
+        if DELTA:
+            b_e = load_rows(e + i_h * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+        b_g = load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
+        b_hi, b_lo = gate_parts(b_g, TYPE)
+
+        o_out = ((row + o_c) * HV + i_hv)[:, None] * K + o_k[None, :]
+        m_out = m_far[:, None] & (o_k < K)[None, :]
+        b_D = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG))  # [C, BK]
+        tl.store(qd + o_out, (b_q * b_D * scale).to(TYPE), mask=m_out)
+        if DELTA:
+            tl.store(kd + o_out, (b_e * b_D).to(TYPE), mask=m_out)
+        b_D = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 2, o_c, C), b_hi, b_lo, EXACT, IPG))
+        tl.store(kr + o_out, (b_k * b_D).to(TYPE), mask=(o_c < L)[:, None] & (o_k < K)[None, :])
+        b_all = tl.sum(log2_gate(b_g), 0)  # [BK] G_C
+        tl.store(decay + (i_slot * HV + i_hv) * K + o_k, b_all, mask=o_k < K)
+
+        b_diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        for level in range(LEVELS):
+            o_row, o_col = meets(o_c, level)
+            b_D = tl.exp2(gate_sums(load_sets(sets, level, o_c, C), b_hi, b_lo, EXACT, IPG))
+            b_ky = tl.trans((b_k * b_D).to(TYPE))  # [BK, C]
+            m = o_row[:, None] == o_col[None, :]
+            b_qk += tl.where(m, tl.dot((b_q * b_D).to(TYPE), b_ky, input_precision=IP), 0.0)
+            if DELTA:
+                b_ek += tl.where(m, tl.dot((b_e * b_D).to(TYPE), b_ky, input_precision=IP), 0.0)
+
+    o_out = ((row + o_c) * HV + i_hv)[:, None] * C + o_c[None, :]
+    m_out = m_far[:, None]
+    b_qk = tl.where(o_c[:, None] == o_c[None, :], b_diagonal[:, None], b_qk)
+    tl.store(M + o_out, (b_qk * scale).to(M.dtype.element_ty), mask=m_out)
+    if DELTA:
+        if USE_BETA:
+            b_ek *= tl.load(beta + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0).to(tl.float32)[:, None]
+        tl.store(Tinv + o_out, invert(-b_ek, IPT).to(Tinv.dtype.element_ty), mask=m_out)

@@ -1,0 +1,215 @@
+"""The scan over a sequence's chunks, forwards on states (with the output fused in) and backwards on their gradients.
+
+    forward   R = beta (v - e^G e S);  X = T R;  o = scale (e^G q S + M_qk X);           S <- e^(G_C) S + (k e^(G_C - G))' X
+    reverse   dX = scale M_qk' do + (k e^(G_C - G)) dS;  U = T' dX;      dS <- e^(G_C) dS - (beta e e^G)' U + scale (q e^G)' do
+
+The additive rule has v in X's place, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers, where it is
+the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
+With per-key gates q, e, k come decayed (qd with the scale, kd, kr) and M from memory, made by the score kernel.
+
+A sequence may be scanned in `pieces` of whole chunks, as if each were a sequence: see kernels/split.py. With ENDS nothing is made but what
+that needs of a piece: its last state from an empty first one, and what it makes of another first one.
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import decay_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
+
+
+@triton.jit
+def scores(b_y, b_x, b_G, b_F, o_c, L, scale, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr, IP: tl.constexpr):
+    """scale y_i.x_j e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER from y = q, x = k; else transposed, [j, i] from y = k, x = q."""
+    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP) * scale  # [C, C]
+    o_i = tl.minimum(o_c, L - 1)  # hangs on the chunk, so that no mask of [C, C] is kept in registers from chunk to chunk
+    if LOWER:
+        m = o_c[None, :] <= o_i[:, None]
+    else:
+        m = o_c[:, None] <= o_i[None, :]
+    if GATE == "none":
+        b_M = tl.where(m, b_M, 0.0)
+    elif LOWER:
+        b_M *= pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m, SPLIT)
+    else:
+        b_M *= pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], m, SPLIT)
+    return b_M
+
+
+@triton.jit
+def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
+    """beta [C] as stored, zeros past the end; 1 where there is none."""
+    if USE_BETA:
+        b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0)
+    else:
+        b_beta = tl.where(o_c < L, 1.0, 0.0)
+    return b_beta
+
+
+@triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
+def state_pass_kernel(
+    q, e, k, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
+    o, X, S, ST,  # o, X (U in reverse): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
+    kept,  # with ENDS: [N * run, HV, K], ST [N * run, HV, blocks * BV, K] fp32; S0 else [N * run, HV, K, V]
+    sk, sv,  # rows of q, e, k and of v are so far apart
+    T, HV, scale,
+    pieces, run,  # of each sequence; so many of them are run: the first, in reverse the last
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
+    GATE: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
+    SPLIT: tl.constexpr, IP: tl.constexpr,
+    TMA: tl.constexpr,  # q, e, k, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
+):  # fmt: skip
+    """One program a (sequence, piece, value head, block of BV values); chunks one after the other."""
+    KEY: tl.constexpr = GATE == "key"
+    DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
+    MAP: tl.constexpr = ENDS and DELTA and not REVERSE  # further blocks: the columns of what the piece makes of a state
+    NV: tl.constexpr = (V + BV - 1) // BV
+    NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
+    pid = tl.program_id(0)
+    i_nh = pid // NB
+    i_v = pid - i_nh * NB
+    i_np = i_nh // HV
+    i_hv = i_nh - i_np * HV
+    i_n = i_np // run
+    i_p = i_np - i_n * run + (pieces - run) * REVERSE
+    i_h = i_hv // GROUP
+    if PACKED:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        slot = tl.load(first + i_n)
+        c_end = tl.cdiv(Tn, C)
+    else:
+        c_end = tl.cdiv(T, C)
+        bos = i_n.to(tl.int64) * T
+        Tn = T
+        slot = i_n.to(tl.int64) * c_end
+    c_0 = c_end * i_p // pieces  # the piece is chunks c_0 ... c_end - 1
+    c_end = c_end * (i_p + 1) // pieces
+    if MAP and not INITIAL:
+        c_end = tl.where((i_p == 0) & (i_v >= NV), 0, c_end)  # nobody asks what the first piece makes of a state
+    dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
+    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    m_vk = mask2(m_v, o_k, K, BK)  # [BV, BK]
+    o_S = o_k[None, :] * V + o_v[:, None]  # [BV, BK] of [K, V]
+    if MAP:
+        b_S = tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # [BV, BK]; 1 in the further blocks only, where v is 0
+    elif INITIAL and not ENDS:
+        b_S = tl.load(S0 + i_nh.to(tl.int64) * K * V + o_S, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
+    else:
+        b_S = tl.zeros([BV, BK], tl.float32)
+    if ENDS and not DELTA:
+        b_kept = tl.full([BK], 1.0, tl.float32)
+    c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
+    n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
+    n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
+    for i in range(c_end - c_0):
+        if REVERSE:
+            c = c_end - 1 - i
+            c_next = tl.maximum(c - 1, c_0)
+        else:
+            c = c_0 + i
+            c_next = tl.minimum(c + 1, c_end - 1)
+        row = bos + c * C
+        L = tl.minimum(C, Tn - c * C)
+        t = c * C
+        b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
+        b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
+        b_start = start(b_G, b_F, SPLIT)
+        b_beta = n_beta.to(tl.float32)  # [C]
+        n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
+        n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
+
+        L_v = tl.where(i_v < NV, L, 0) if MAP else L
+        b_v = tl.trans(load_chunk(v, row, sv, i_n, i_hv, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
+        if OUTPUT or REVERSE:
+            b_q = load_chunk(q, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+        if DELTA or not REVERSE:
+            b_k = load_chunk(k, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+        if DELTA:
+            if ERASE or KEY:
+                b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+            else:
+                b_e = b_k
+            b_T = load_chunk(Tinv, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+        if OUTPUT:
+            if KEY:
+                b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
+            else:
+                b_M = scores(b_k, b_q, b_G, b_F, o_c, L, scale, False, GATE, SPLIT, IP).to(dtype)
+        elif REVERSE and DELTA:
+            if KEY:
+                b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+            else:
+                b_M = scores(b_q, b_k, b_G, b_F, o_c, L, scale, True, GATE, SPLIT, IP).to(dtype)
+        b_s = b_S.to(dtype)
+        if STORE:
+            if TMA:
+                S.store([(slot + c).to(tl.int32), i_hv, i_v * BV, 0], tl.reshape(b_s, [1, 1, BV, BK]))
+            else:
+                tl.store(S + ((slot + c) * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=m_vk)
+        if KEY:
+            b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
+
+        if REVERSE:
+            if DELTA:
+                b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
+                if DECAY:
+                    b_x *= b_end[None, :]
+                b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
+                b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
+                if STORE:
+                    store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                b_u = b_u * -b_beta[None, :]
+                if DECAY:
+                    b_u *= b_start[None, :]
+            if KEY:
+                b_w = b_v
+            elif DECAY:
+                b_w = b_v.to(tl.float32) * (b_start * scale)[None, :]
+            else:
+                b_w = b_v.to(tl.float32) * scale
+        else:
+            if DELTA:
+                b_x = tl.dot(b_s, tl.trans(b_e), input_precision=IP)  # [BV, C]
+            if OUTPUT:
+                b_o = tl.dot(b_s, tl.trans(b_q), input_precision=IP)  # [BV, C]
+                if DECAY:
+                    b_o *= (b_start * scale)[None, :]
+                elif not KEY:
+                    b_o *= scale
+            if DELTA:
+                if DECAY:
+                    b_x *= b_start[None, :]
+                b_x = (b_v.to(tl.float32) - b_x) * b_beta[None, :]
+                b_w = tl.dot(b_x.to(dtype), tl.trans(b_T), input_precision=IP)  # [BV, C]
+                if STORE:
+                    store_chunk(X, b_w.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+            else:
+                b_w = b_v
+            if OUTPUT:
+                b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
+                store_chunk(o, b_o.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+            if DECAY:
+                b_w = b_w.to(tl.float32) * b_end[None, :]
+
+        if ENDS and not DELTA:
+            if KEY or DECAY:
+                b_kept *= b_all
+        if KEY:
+            b_S *= b_all[None, :]
+        elif DECAY:
+            b_S *= b_all
+        if REVERSE:
+            if DELTA:
+                b_S = tl.dot(b_u.to(dtype), b_e, b_S, input_precision=IP)
+            b_S = tl.dot(b_w.to(dtype), b_q, b_S, input_precision=IP)
+        else:
+            b_S = tl.dot(b_w.to(dtype), b_k, b_S, input_precision=IP)
+    if ENDS:
+        tl.store(ST + (i_nh.to(tl.int64) * NB * BV + o_v[:, None]) * K + o_k[None, :], b_S, mask=o_k[None, :] < K)
+        if not DELTA:
+            tl.store(kept + i_nh.to(tl.int64) * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0))
+    elif FINAL:
+        if i_p == (0 if REVERSE else pieces - 1):
+            tl.store(ST + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_S, b_S, mask=m_vk)

@@ -1,0 +1,104 @@
+"""The gradient kernel in Triton's interpreter, against the torch stage of the same name."""
+
+import pytest
+import torch
+from gate_case import double, draw, posed
+
+from chunkwise.engine import chunk
+from chunkwise.engine.problem import Problem
+from chunkwise.engine.stages_triton import index
+from chunkwise.engine.stages_triton_grad import grads
+from chunkwise.engine.stages_triton_score import scores
+from chunkwise.spec import Gate, Rule, Streams
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def slots(p: Problem, S: torch.Tensor, to) -> torch.Tensor:
+    """[slots, H, n, K, V] in the torch layout's order -> [slots, HV, V, K] sequence by sequence; NaN in slots that are not used."""
+    at = [(i, n) for i, (_, m) in enumerate(to.steps) for n in to.order[:m]]
+    first = [0]
+    for m in to.chunks:
+        first.append(first[-1] + m)
+    out = torch.full((index(p).slots, p.HV, p.V, p.K), float("nan"), dtype=p.dtype)
+    for s, (i, n) in zip(S, at):
+        out[first[n] + i] = s.reshape(p.HV, p.K, p.V).mT.to(p.dtype)
+    return out
+
+
+def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> dict:
+    """What the two scans leave to the gradient stage, made by the torch stages in float64."""
+    plan = chunk.prepare(posed(double(x), p.gate, p.rule, C=p.C, cu=p.cu_seqlens), double(x))
+    to = plan.c.layout
+    ahead = plan.states(S0.double(), keep=True, read_out=False)
+    back = plan.gradients(dST.double(), to.split(do.double(), torch.float64))
+    join = lambda t: None if t is None else to.join(t, p.dtype)
+    return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(back.X))
+
+
+def check(gate: Gate, rule: Rule, *, C=16, cu=None, poison=False, **sizes) -> None:
+    """Every gradient against the torch plan in float64; honest is the torch plan's own error in float32 (or rounding of a 16-bit result)."""
+    x = draw(gate, rule, **sizes)
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    p = posed(x, gate, rule, C=C, cu=cu)
+    torch.manual_seed(1)
+    do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
+    made = scanned(p, x, do, S0, dST)
+    decayed = tuple(scores(p, x, index(p)))[1:] if gate is Gate.KEY else None
+    got = grads(p, x, index(p), do, **made, decayed=decayed)
+    truth, _ = chunk.backward(posed(double(x), gate, rule, C=C, cu=cu), double(x), S0.double(), None, do.double(), dST.double())
+    plain, _ = chunk.backward(p, x, S0, None, do, dST)
+    eps = torch.finfo(x.q.dtype).eps
+    for name, a, b, t, given in zip(Streams._fields, got, plain, truth, x):
+        assert (a is None) == (given is None), name
+        if given is None:
+            continue
+        assert a.dtype == given.dtype and a.shape == given.shape, name
+        size = t.norm()
+        error, honest = (a.double() - t).norm() / size, (b.double() - t).norm() / size
+        assert error <= 8 * (honest + eps), f"{name}: {error:.2e}, honest {honest:.2e}"
+
+
+CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY) for r in (Rule.ADD, Rule.DELTA)]
+
+
+@pytest.mark.parametrize("gate, rule", CELLS)
+def test_gradients_of_a_ragged_sequence(gate, rule):
+    check(gate, rule)
+
+
+@pytest.mark.parametrize("gate, rule", CELLS)
+def test_gradients_of_packed_sequences_with_empty_ones_and_shared_heads(gate, rule):
+    check(gate, rule, B=1, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
+
+
+@pytest.mark.parametrize("gate, rule", CELLS)
+def test_gradients_in_blocks_of_odd_sizes(gate, rule):
+    check(gate, rule, B=1, T=70, H=1, K=72, V=68, C=64)
+
+
+@pytest.mark.parametrize("gate, rule", CELLS)
+def test_gradients_in_bfloat16(gate, rule):
+    check(gate, rule, dtype=torch.bfloat16, C=32)
+
+
+@pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.KEY])
+def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
+    check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
+    check(gate, rule, dtype=torch.float16, B=1, T=70, H=1, K=72, V=68, C=64)
+    check(gate, rule, dtype=torch.float16, B=2, T=70, H=1, n=2, K=72, V=72, C=64)
+    check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, V=136, C=32)
+
+
+@pytest.mark.parametrize("strong", [0.05, 5.0, 100.0])
+@pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.NONE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_under_weak_and_strong_gates(gate, rule, strong, dtype):
+    check(gate, rule, strong=strong, dtype=dtype, B=1, H=1, C=32)
+
+
+@pytest.mark.parametrize("beta", [True, False])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR, Gate.KEY])
+def test_gradients_of_an_erase_key_and_of_full_writes(gate, beta):
+    check(gate, Rule.DELTA, B=1, H=1, n=2, erase=True, beta=beta)
+    check(gate, Rule.DELTA, B=1, H=1, beta=beta)

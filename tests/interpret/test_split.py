@@ -1,0 +1,102 @@
+"""A sequence scanned in pieces gives what it gives in one, in Triton's interpreter: outputs, last states, and every gradient."""
+
+import pytest
+import torch
+from gate_case import double, draw, posed
+
+from chunkwise.engine import chunk, plan_triton, stages_triton
+from chunkwise.engine.tune import WHOLE, Cut, split
+from chunkwise.spec import Gate, Rule, Streams
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY) for r in (Rule.ADD, Rule.DELTA)]
+LESS = [c for c in CELLS if c[0] is not Gate.HEAD]
+less = pytest.mark.parametrize("gate, rule", LESS, ids=[f"{g} {r}" for g, r in LESS])  # heads' constants take the scalar gates' way
+cells = pytest.mark.parametrize("gate, rule", CELLS, ids=[f"{g} {r}" for g, r in CELLS])
+
+
+def both(p, x: Streams, S0, do, dST, plan) -> dict[str, torch.Tensor]:
+    o, ST, saved = plan.forward(p, x, S0, final=True, save=True)
+    d, dS0 = plan.backward(p, x, S0, saved, do, dST)
+    named = {"o": o, "ST": ST, "dS0": None if S0 is None else dS0, **{f"d{n}": t for n, t in d._asdict().items()}}
+    return {n: t for n, t in named.items() if t is not None}
+
+
+def check(monkeypatch, gate, rule, cut: Cut, *, C=16, cu=None, S0=True, dST=True, **sizes) -> None:
+    """No worse than twice the scan in one piece and what moving the inputs by a rounding does: a state handed on is rounded once more."""
+    x = draw(gate, rule, **sizes)
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    p = posed(x, gate, rule, C=C, cu=cu)
+    torch.manual_seed(1)
+    do = torch.randn_like(x.v)
+    S0, dST = (torch.randn(p.N, p.HV, p.K, p.V) if wanted else None for wanted in (S0, dST))
+    up = lambda t: None if t is None else t.double()
+    eps, x64 = torch.finfo(x.q.dtype).eps, double(x)
+    moved = Streams(*(None if t is None else t * (1 + eps * (torch.rand_like(t) - 0.5)) for t in x64))
+    truth, near = (both(posed(x64, gate, rule, C=C, cu=cu), y, up(S0), up(do), up(dST), chunk) for y in (x64, moved))
+    launched = []
+    launch = stages_triton.scan
+
+    def noted(*args, **options):
+        launched.append(options.get("ends", 0))
+        return launch(*args, **options)
+
+    monkeypatch.setattr(stages_triton, "scan", noted)
+    made = {}
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        for way in WHOLE, cut:
+            monkeypatch.setattr(stages_triton, "split", lambda p, way=way: way)
+            made[way] = both(p, x, S0, do, dST, plan_triton)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    most = cut.pieces * cut.finer
+    run = most - cut.finer
+    maps = run if rule is Rule.ADD else most - 1
+    assert launched == [0, 0, 0, maps, 0, most if rule is Rule.DELTA and dST is not None else maps, 0, run, 0]
+    assert made[cut].keys() == made[WHOLE].keys() == truth.keys()
+    for name, t in truth.items():
+        size = t.norm().clamp(min=1e-30)
+        error, honest, moves = ((d[name].double() - t).norm() / size for d in (made[cut], made[WHOLE], near))
+        assert error <= 2 * (honest + max(moves, eps)), f"{name}: {error:.2e}, in one piece {honest:.2e}, moved {moves:.2e}"
+
+
+@cells
+@pytest.mark.parametrize("cut", [Cut(2), Cut(3, 2), Cut(8)], ids=["2 pieces", "3 pieces of 2", "more pieces than chunks"])
+def test_pieces_give_what_the_whole_gives(monkeypatch, gate, rule, cut):
+    check(monkeypatch, gate, rule, cut, B=2 if cut.pieces == 3 else 1, T=40, H=1, n=2)
+
+
+@less
+def test_pieces_need_no_states_from_outside(monkeypatch, gate, rule):
+    check(monkeypatch, gate, rule, Cut(3), B=1, T=40, H=1, S0=False, dST=False)
+    check(monkeypatch, gate, rule, Cut(2, 2), B=1, T=40, H=1, S0=True, dST=False)
+    check(monkeypatch, gate, rule, Cut(4), B=1, T=40, H=1, S0=False, dST=True)
+
+
+@less
+def test_pieces_of_packed_sequences(monkeypatch, gate, rule):
+    check(monkeypatch, gate, rule, Cut(2), B=1, T=41, H=1, cu=[0, 0, 18, 19, 19, 41])
+
+
+@less
+@pytest.mark.parametrize("K, V", [(20, 24), (24, 40)], ids=["pointers", "descriptors"])
+def test_pieces_in_sixteen_bits_and_odd_sizes(monkeypatch, gate, rule, K, V):
+    check(monkeypatch, gate, rule, Cut(2), B=1, T=70, H=1, K=K, V=V, C=32, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.NONE])
+@pytest.mark.parametrize("strong", [0.0, 100.0], ids=["nothing forgotten", "all forgotten"])
+def test_pieces_do_not_depend_on_the_gates(monkeypatch, gate, rule, strong):
+    check(monkeypatch, gate, rule, Cut(3), B=1, T=40, H=1, strong=strong)
+
+
+def test_only_few_long_sequences_are_cut():
+    def pieces(N, T, HV, **options):
+        x = Streams(*(torch.empty(N, T, HV, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)))
+        return split(posed(x, Gate.NONE, Rule.ADD, C=64, **options)).pieces
+
+    assert pieces(1, 32768, 32) > 1 and pieces(1, 8192, 8) > 1
+    assert pieces(8, 4096, 16) == 1 and pieces(1, 512, 1) == 1
+    assert pieces(64, 8192, 8) == pieces(1, 8192, 8)  # a sample's bits do not depend on its batch
+    assert pieces(1, 8192, 1, cu=torch.arange(65) * 128) == 1

@@ -1,0 +1,180 @@
+"""The inverse, the scan in both directions and the packed index against the torch plan, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from chunkwise import draw
+from chunkwise.engine import chunk, plan_triton, stages_triton
+from chunkwise.engine.problem import Problem, problem
+from chunkwise.spec import Gate, Rule, Streams
+
+CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR) for r in (Rule.ADD, Rule.DELTA)]
+cells = pytest.mark.parametrize("gate, rule", CELLS, ids=[f"{g} {r}" for g, r in CELLS])
+SIZES = dict(B=2, T=37, H=2, HV=4, K=24, V=40)
+LENGTHS = {"one token": 1, "one short of a chunk": 15, "a chunk": 16, "one past a chunk": 17, "ragged": 37}
+
+
+def streams(gate: Gate, rule: Rule, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int) -> Streams:
+    B, T, H, HV, K, V = {**SIZES, **sizes}.values()
+    torch.manual_seed(seed)
+    gates = {Gate.NONE: None, Gate.HEAD: -torch.rand(HV), Gate.SCALAR: draw.log_decay(B, T, HV)}
+    q, k, v, beta = draw.normal(B, T, H, K), draw.unit(B, T, H, K), draw.normal(B, T, HV, V), draw.write_strength(B, T, HV)
+    return Streams(q.to(dtype), k.to(dtype), v.to(dtype), gates[gate], beta.to(dtype) if rule is Rule.DELTA else None)
+
+
+def asked(x: Streams, gate: Gate, rule: Rule, C: int = 16, cu_seqlens: torch.Tensor | None = None) -> Problem:
+    return problem(x, cu_seqlens, cu_seqlens, gate=gate, rule=rule, chunk=C, scale=x.q.shape[-1] ** -0.5, precision="ieee")
+
+
+def double(x: Streams) -> Streams:
+    return Streams(*(None if t is None else t.double() for t in x))
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative L2 error; NaN counts as infinite."""
+    e = float((got.double() - truth).norm() / truth.norm().clamp(min=1e-300))
+    return e if e == e else float("inf")
+
+
+def moved(x: Streams, eps: float) -> Streams:
+    """The inputs, each number moved by up to half an eps: what one rounding of them would do."""
+    return Streams(*(None if t is None else t * (1 + eps * (torch.rand_like(t) - 0.5)) for t in x))
+
+
+def check_forward(x: Streams, gate: Gate, rule: Rule, S0: torch.Tensor | None = None, **options) -> None:
+    """No worse than twice the torch plan in the same dtype, which does not round 16-bit operands on the way: hence what moving
+    the inputs by a rounding does. Outputs hold NaN until they are written.
+    """
+    x64, eps = double(x), torch.finfo(x.q.dtype).eps
+    p, p64, S64 = asked(x, gate, rule, **options), asked(x64, gate, rule, **options), None if S0 is None else S0.double()
+    truth = chunk.forward(p64, x64, S64, final=True, save=False)
+    near = chunk.forward(p64, moved(x64, eps), S64, final=True, save=False)
+    same = chunk.forward(p, x, S0, final=True, save=False)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        got = plan_triton.forward(p, x, S0, final=True, save=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for mine, torchs, moves, true in zip(got[:2], same, near, truth):
+        assert error(mine, true) <= 2 * (error(torchs, true) + max(error(moves, true), eps))
+
+
+@cells
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("K, V", [(20, 24), (24, 40)], ids=["pointers", "descriptors, where 16 bits wide"])
+def test_forward_agrees_with_the_torch_plan(gate, rule, dtype, K, V):
+    check_forward(streams(gate, rule, dtype, K=K, V=V), gate, rule, torch.randn(SIZES["B"], SIZES["HV"], K, V), C=32)
+
+
+@cells
+@pytest.mark.parametrize("T", LENGTHS.values(), ids=LENGTHS)
+def test_any_length_is_right(gate, rule, T):
+    check_forward(streams(gate, rule, T=T, B=1), gate, rule)
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("K, V", [(1, 1), (16, 70), (70, 16)])
+def test_any_chunk_and_head_size_is_right(C, K, V):
+    check_forward(streams(Gate.SCALAR, Rule.DELTA, B=1, T=70, H=1, HV=1, K=K, V=V), Gate.SCALAR, Rule.DELTA, C=C)
+
+
+@cells
+def test_packed_sequences_are_separate_ones(gate, rule):
+    cu = torch.tensor([0, 5, 5, 6, 38, 38], dtype=torch.int32)
+    S0 = torch.randn(5, SIZES["HV"], SIZES["K"], SIZES["V"])
+    check_forward(streams(gate, rule, B=1, T=38), gate, rule, S0, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_index_lists_every_chunk_once(kind):
+    cu = torch.tensor([0, 0, 1, 17, 17, 81, 90], dtype=kind)
+    x = streams(Gate.NONE, Rule.ADD, B=1, T=90)
+    at = stages_triton.index(asked(x, Gate.NONE, Rule.ADD, cu_seqlens=cu))
+    want, first = [], [0]
+    for a, b in zip(cu.tolist(), cu.tolist()[1:]):
+        want += [[row, min(16, b - row)] for row in range(a, b, 16)]
+        first.append(len(want))
+    assert at.first.tolist() == first
+    assert at.chunks[: len(want)].tolist() == want
+    assert at.chunks[len(want) :, 1].eq(0).all() and at.slots == len(at.chunks)
+
+
+@pytest.mark.parametrize("gate", [Gate.HEAD, Gate.SCALAR])
+@pytest.mark.parametrize("rule", [Rule.ADD, Rule.DELTA])
+@pytest.mark.parametrize("g", [0.0, -5.0, -50.0, -1e4, -float("inf")])
+def test_gates_of_any_size_are_exact(gate, rule, g):
+    x = streams(gate, rule, B=1, HV=2)
+    check_forward(x._replace(g=torch.full_like(x.g, g)), gate, rule)
+
+
+@pytest.mark.parametrize("rule", [Rule.ADD, Rule.DELTA])
+def test_small_decays_behind_a_huge_one_are_kept(rule):
+    x = streams(Gate.SCALAR, rule, B=1, HV=2)
+    g = x.g * 1e-3
+    g[:, ::11] = -1e4
+    check_forward(x._replace(g=g), Gate.SCALAR, rule, C=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_all_alike_cost_no_accuracy(dtype):
+    x = streams(Gate.NONE, Rule.DELTA, dtype, T=64, B=1)
+    k = x.k[:, :1] + 0.01 * x.k
+    check_forward(x._replace(k=k / k.norm(dim=-1, keepdim=True), beta=torch.full_like(x.beta, 0.99)), Gate.NONE, Rule.DELTA, C=64)
+
+
+@cells
+def test_strides_and_what_lies_behind_the_inputs_do_not_matter(gate, rule):
+    x = streams(gate, rule)
+    B, T, H, HV, K, V = SIZES.values()
+    wide = torch.full((B, T + 1, 2 * H * K + HV * V), float("nan"))
+    parts = [wide[:, :T, a : a + h * d].view(B, T, h, d) for a, h, d in ((0, H, K), (H * K, H, K), (2 * H * K, HV, V))]
+    for part, t in zip(parts, x):
+        part.copy_(t)
+    turned = x.v.transpose(2, 3).contiguous().transpose(2, 3)
+    p = asked(x, gate, rule)
+    want = plan_triton.forward(p, x, None, final=True, save=False)
+    for other in (Streams(*parts, *x[3:]), x._replace(v=turned)):
+        got = plan_triton.forward(p, other, None, final=True, save=False)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@cells
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32, pointers", "float16, descriptors"])
+def test_scan_keeps_the_states_chunks_meet_and_the_gradients_they_leave(gate, rule, dtype):
+    x, C, T = streams(gate, rule, dtype), 16, SIZES["T"]
+    p, x64 = asked(x, gate, rule), double(x)
+    S0, dST = (torch.randn(p.N, p.HV, p.K, p.V) for _ in range(2))
+    do = torch.randn_like(x.v)
+    at = stages_triton.index(p)
+    Tinv = stages_triton.inverse(p, x, at) if rule is Rule.DELTA else None
+    there = stages_triton.state_pass(p, x, at, S0, T=Tinv, store=True)
+    back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=True, final=True)
+    S, dS = (t.view(p.B, -1, p.HV, p.V, p.K).mT for t in (there.S, back.S))
+    eps = torch.finfo(dtype).eps
+
+    def part(a: int, b: int) -> tuple[Problem, Streams]:
+        cut = Streams(*(t if t is None or t.ndim < 3 else t[:, a:b] for t in x64))
+        return asked(cut, gate, rule), cut
+
+    for c in range(S.shape[1]):
+        past, state = part(0, c * C), S0.double()
+        if c:
+            state = chunk.forward(*past, S0.double(), final=True, save=False)[1]
+        assert error(S[:, c], state) <= 8 * eps
+        end = min(c * C + C, T)
+        rest, gradient = part(end, T), dST.double()
+        if end < T:
+            state = chunk.forward(*part(0, end), S0.double(), final=True, save=False)[1]
+            gradient = chunk.backward(*rest, state, None, do[:, end:].double(), gradient)[1]
+        assert error(dS[:, c], gradient) <= 8 * eps
+    d, dS0 = chunk.backward(asked(x64, gate, rule), x64, S0.double(), None, do.double(), dST.double())
+    assert error(back.ST, dS0) <= 8 * eps
+    if rule is Rule.DELTA:
+        assert error(back.X * x.beta[..., None], d.v) <= 8 * eps
+
+
+def test_no_tokens_leave_the_state_as_it_was():
+    x = streams(Gate.SCALAR, Rule.DELTA, T=0)
+    S0 = torch.randn(2, SIZES["HV"], SIZES["K"], SIZES["V"])
+    o, ST, _ = plan_triton.forward(asked(x, Gate.SCALAR, Rule.DELTA), x, S0, final=True, save=True)
+    assert o.shape == x.v.shape and torch.equal(ST, S0)

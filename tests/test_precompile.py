@@ -1,0 +1,145 @@
+"""chunkwise precompile: the kernels that calls will want are in Triton's cache before there is a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chunkwise.cli import main
+from chunkwise.engine import precompile as module
+from chunkwise.engine.precompile import DTYPES, LOADS, WAYS, Built, precompile
+
+SMALL = dict(sizes=((16, 16),), ways=("prefill",), loads=((64, 1),), packed=(False,), chunk_size=16, jobs=1)
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return end.value.code or 0
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache of Triton's, for the workers too."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_was_built_is_found_again_and_nothing_is_built_twice(cache):
+    from triton.runtime import driver
+
+    heard, before = [], driver._active
+    made = precompile("sm_90", ["linear_attn"], heard=lambda built, of: heard.append((built, of)), **SMALL)
+    assert [b.kernel for b in made] == ["state_pass_kernel"] and heard == [(made[0], 1)]
+    (b,) = made
+    assert b.fits and b.arch == "sm_90" and b.registers > 0 and b.spills == 0 and 0 <= b.shared <= b.limit and b.seconds > 0
+    assert b.switches["K"] == 16 and b.switches["OUTPUT"] is True and b.switches["STORE"] is False
+    found = {p: p.stat().st_mtime_ns for p in cache.rglob("*") if p.is_file()}
+    assert any(p.suffix == ".cubin" for p in found)
+    again = precompile("sm_90", ["linear_attn"], **SMALL)
+    assert [x.switches for x in again] == [b.switches]
+    assert {p: p.stat().st_mtime_ns for p in cache.rglob("*") if p.is_file()} == found
+    assert driver._active is before  # the caller's own
+
+
+LAUNCH = """
+import torch
+from triton.runtime import driver
+from triton import knobs
+from chunkwise.engine import precompile as m
+stand_in = m._StandIn("sm_90")
+class Launcher:
+    def __init__(self, src, metadata): pass
+    def __call__(self, *args): print("launched")
+stand_in.launcher_cls = Launcher
+stand_in.load_binary = lambda *a: (None, None, 0, 0, 1024)
+driver.set_active(stand_in)
+knobs.compilation.listener = lambda *, cache_hit, **_: print("found" if cache_hit else "built")
+op = m.all_ops()["linear_attn"]
+sizes = {**m.EXTRA_SIZES, "B": 1, "T": 64, "H": 1, "HV": 1, "K": 16, "V": 16}
+m._call_once(op, m.WAYS["prefill"], sizes, torch.bfloat16, False, chunk_size=16)
+"""
+
+
+def test_a_real_launch_finds_what_was_built(cache):
+    """Through Triton's whole path of a launch, which asks its cache by its own key."""
+    precompile("sm_90", ["linear_attn"], **SMALL)
+    done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["found", "launched"]
+
+
+def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
+    about = ("k", "sm_90", {"K": 16}, (), 4, 1)
+    made = [
+        Built(*about, registers=32, spills=0, shared=8, limit=8),
+        Built(*about, registers=32, spills=0, shared=9, limit=8),
+        Built(*about, error="no such thing"),
+    ]
+    assert [b.fits for b in made] == [True, False, False]
+    monkeypatch.setattr(module, "precompile", lambda *a, **k: made)
+    assert call("precompile") == 1
+    error = capsys.readouterr().err
+    assert "2 cannot run there: k (K=16): 9 bytes of shared memory, sm_90 has 8; k (K=16): no such thing" in error
+
+
+def test_a_member_the_compiler_dies_on_is_built_alone_or_said(cache):
+    """A worker that is killed takes the others' work with it: that is done again."""
+    crew = module._Crew("sm_90", 2)
+    with crew.pool:
+        assert list(crew.each(divmod_or_die, [(7, 2), (0, 0), (9, 4)])) == [(3, 1), None, (2, 1)]
+        assert list(crew.each(divmod_or_die, [(7, 2)])) == [(3, 1)]
+
+
+def divmod_or_die(a: int, b: int) -> tuple[int, int]:
+    if b == 0:
+        os._exit(1)
+    return divmod(a, b)
+
+
+def test_command_lists_what_it_built(cache, capsys):
+    assert call("precompile", "--op", "linear_attn", "--head", "16,16", "--way", "training", "--chunk", 16, "--jobs", 1) == 0
+    out = capsys.readouterr().out
+    assert "state_pass" in out and "registers" in out and "kernels for sm_90 in" in out
+
+
+REFUSALS = {
+    "card": ("--arch sm_1", "arch must be among sm_80"),
+    "member": ("--op nothing", "ops must be among"),
+    "dtype": ("--dtype float64", "dtypes must be among bfloat16"),
+    "head": ("--head 128", "--head must be K,V"),
+    "no channels": ("--head 0,16", "sizes must be at least 1"),
+    "group": ("--group 0", "groups must be at least 1"),
+    "way": ("--way sideways", "ways must be among training"),
+    "chunk": ("--chunk 48", "chunk_size must be among 16, 32, 64"),
+    "precision": ("--precision low", "precision must be among ieee, tf32"),
+    "jobs": ("--jobs -1", "--jobs must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_requests_are_refused_in_one_line(case, capsys):
+    options, want = REFUSALS[case]
+    assert call("precompile", *options.split()) == 2
+    error = capsys.readouterr().err
+    assert want in error and error.count("\n") == 1
+
+
+def test_without_triton_it_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert call("precompile", "--op", "gla") == 2
+    assert "triton is not installed" in capsys.readouterr().err
+
+
+def test_the_interpreter_is_refused():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "chunkwise.cli", "precompile", "--op", "gla"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 2 and "interpreter is on" in done.stderr
+
+
+def test_defaults_cover_all_ways_and_loads():
+    assert {w.grad for w in WAYS.values()} == {w.initial for w in WAYS.values()} == {w.final for w in WAYS.values()} == {True, False}
+    assert set(DTYPES) == {"bfloat16", "float16", "float32"}
+    assert max(HV for _, HV in LOADS) >= 132 and min(HV for _, HV in LOADS) == 1 and max(T for T, _ in LOADS) // 64 >= 256

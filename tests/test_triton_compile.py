@@ -1,0 +1,81 @@
+"""Every kernel of the Triton plan, as tune chooses it, builds for every card we serve, fits its shared memory and keeps its registers."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+
+from chunkwise.engine.precompile import LOADS, TARGETS, Built, precompile  # noqa: E402
+
+CELLS = ("linear_attn", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
+SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
+FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
+# Bytes a thread may keep in memory: (cards, kernel, switches that must be on) -> (bytes, why). Everything else must keep its registers.
+SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {}
+
+
+def build(arch: str, *ops: str, **options) -> list[Built]:
+    """On this process's share of the machine, where pytest runs several side by side."""
+    jobs = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    return precompile(arch, ops, **{"loads": FULL, "ways": ("training",), "packed": (False,), "jobs": jobs, **options})
+
+
+def allowed(b: Built) -> int:
+    def applies(cards: tuple[str, ...], kernel: str, on: tuple[str, ...]) -> bool:
+        return b.arch in cards and b.kernel == kernel and all(b.switches.get(s) for s in on)
+
+    return max((n for row, (n, _) in SPILLS.items() if applies(*row)), default=0)
+
+
+def check(made: list[Built]) -> None:
+    faults = []
+    for b in made:
+        about = f"{b.kernel} on {b.arch}, {b.warps} warps, {b.switches}"
+        if b.error is not None:
+            faults.append(f"{about}: {b.error}")
+        elif b.shared > b.limit:
+            faults.append(f"{about}: {b.shared} bytes of shared memory, the card has {b.limit}")
+        elif b.registers is None or b.spills is None:
+            faults.append(f"{about}: registers unknown")
+        elif b.spills > allowed(b):
+            faults.append(f"{about}: {b.spills} bytes of spills a thread, at most {allowed(b)} are accounted for")
+    assert made and not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("op", CELLS)
+def test_a_cell_builds_for_hopper_forward_and_backward(op):
+    made = build("sm_90", op, sizes=((64, 64),))
+    names = {b.kernel for b in made}
+    assert "state_pass_kernel" in names and any(n.startswith("grad") for n in names)
+    check(made)
+
+
+@pytest.mark.parametrize("arch", [a for a in SERVED if a != "sm_90"])
+def test_other_cards_are_served_too(arch):
+    check(build(arch, "gla", "gated_delta_rule", sizes=((64, 64),)))
+
+
+def test_packed_sequences_build_too():
+    made = build("sm_90", "simple_gla", sizes=((64, 64),), packed=(True,))
+    assert "index_kernel" in {b.kernel for b in made}
+    check(made)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128), ("float32", 64)])
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_cell_builds_for_every_card(arch, dtype, size, packed):
+    check(build(arch, *CELLS, dtypes=(dtype,), sizes=((size, size),), packed=(packed,), groups=(1, 4)))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("op", CELLS)
+def test_every_load_and_way_of_calling_builds_for_hopper(op):
+    check(precompile("sm_90", (op,), loads=LOADS))
+
+
+def test_the_table_of_spills_names_what_there_is():
+    for (cards, _, _), (n, why) in SPILLS.items():
+        assert set(cards) <= set(TARGETS) and n > 0 and why
