@@ -106,7 +106,8 @@ def test_options_take_listed_values(op, option, value):
 @pytest.mark.parametrize(
     ("cu", "error"),
     [
-        ([0, 5, 4, 8], ValueError), ([1, 8], ValueError), ([0, 7], ValueError), ([0, 9], ValueError), ([[0, 8]], ValueError), ([], ValueError),
+        ([0, 5, 4, 8], ValueError), ([1, 8], ValueError), ([0, 7], ValueError), ([0, 9], ValueError),
+        ([[0, 8]], ValueError), ([], ValueError),
         ([0.0, 8.0], TypeError), ("0,8", TypeError),
     ],
     ids=str,

@@ -80,6 +80,7 @@ def problem(
     whole = max(16, power_of_two(T))
     C = min(chunk or whole, whole)
     return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale, bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
+        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale,
+        bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
         precision=precision, dtype=x.q.dtype, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip

@@ -18,16 +18,16 @@ def _outputs(p: Problem, x: Streams, like: Tensor) -> Streams:
     """Gradients to fill: [B, T, HV, ...], per value head; of q, k, e in fp32 where value heads share them, and of g for a head's gate."""
     keys = torch.float32 if p.HV > p.H else p.dtype
 
-    def empty(t: Tensor | None, dtype: torch.dtype, *last: int) -> Tensor | None:
-        return None if t is None else torch.empty(p.B, p.T, p.HV, *last, dtype=dtype, device=like.device)
+    def empty(dtype: torch.dtype, *last: int) -> Tensor:
+        return torch.empty(p.B, p.T, p.HV, *last, dtype=dtype, device=like.device)
 
     return Streams(
-        q=empty(x.q, keys, p.K),
-        k=empty(x.k, keys, p.K),
-        v=empty(x.v, p.dtype, p.V),
-        g=None if x.g is None else empty(x.g, torch.float32 if p.gate is Gate.HEAD else x.g.dtype),
-        beta=None if x.beta is None else empty(x.beta, x.beta.dtype),
-        e=empty(x.e, keys, p.K),
+        q=empty(keys, p.K),
+        k=empty(keys, p.K),
+        v=empty(p.dtype, p.V),
+        g=None if x.g is None else empty(torch.float32 if p.gate is Gate.HEAD else x.g.dtype),
+        beta=None if x.beta is None else empty(x.beta.dtype),
+        e=None if x.e is None else empty(keys, p.K),
     )
 
 

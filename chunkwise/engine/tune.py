@@ -97,7 +97,8 @@ def _state_pass(p: Problem) -> Config:
         narrow = BK > 128 or (p.rule is Rule.DELTA and card().arch.startswith("gfx"))
         return Config(BK, _value_block(p, 16 if narrow else 32), 4, 1)
     blackwell = card().arch.startswith("sm_10")  # Triton 3.6.0 cannot pipeline a loop there that stores through descriptors
-    return Config(BK, _value_block(p, 64 if BK <= 128 else 32), 4, 2 if BK <= 128 else 1, tma=not blackwell)
+    narrow = BK > 128 or (blackwell and p.rule is Rule.DELTA)
+    return Config(BK, _value_block(p, 32 if narrow else 64), 4, 2 if BK <= 128 else 1, tma=not blackwell)
 
 
 def _fills(p: Problem, cost: int) -> bool:
@@ -146,7 +147,8 @@ def _grad_blocks(p: Problem) -> Config:
 
 def _channels(p: Problem) -> int:
     """Channels a block of the kernels of gates per key: as many as stay in registers; fewer than 64, see kernels/grad_key.py."""
-    return min(32 if p.C == 64 and p.rule is Rule.ADD else 16, padded(p.K))
+    wide = p.C == 64 and p.rule is Rule.ADD and card().arch.startswith("sm_")
+    return min(32 if wide else 16, padded(p.K))
 
 
 def _grad_key(p: Problem) -> Config:

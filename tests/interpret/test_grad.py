@@ -37,7 +37,7 @@ def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: tor
 
 
 def check(gate: Gate, rule: Rule, *, C=16, cu=None, poison=False, **sizes) -> None:
-    """Every gradient against the torch plan in float64; honest is the torch plan's own error in float32 (or rounding of a 16-bit result)."""
+    """Every gradient against the torch plan in float64; honest is its own error in float32 (or a 16-bit result's rounding)."""
     x = draw(gate, rule, **sizes)
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     p = posed(x, gate, rule, C=C, cu=cu)
