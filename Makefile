@@ -8,8 +8,8 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 TEXT := data/shakespeare
 DEMO := runs/demo
-# The steps make the result the same everywhere; the minutes keep a slow machine on time. Two threads would save a fifth of the time on
-# an idle machine and lose most of it on a busy one.
+# The steps make the result the same from run to run; the minutes keep a slow machine on time. Two threads are faster on an idle
+# machine, but where other programs want the same cores they wait for each other: several times slower (docs/facts.md).
 DEMO_OPTIONS := --mixer gated_delta_rule --steps 800 --minutes 1.6 --threads 1
 
 .PHONY: demo test lint types clean

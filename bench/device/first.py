@@ -104,7 +104,9 @@ def pieces(cell: str, p: Problem, x: Streams) -> dict[str, Callable[[], object]]
         from chunkwise.engine.stages_triton_grad import grads
 
         there, back = run["state_pass_states"](), run["state_pass_reverse"]()
-        run["grad_key" if p.gate is Gate.KEY else "grad"] = lambda: grads(p, x, at, do, S=there.S, dS=back.S, X=there.X, U=back.X)
+        run["grad_key" if p.gate is Gate.KEY else "grad"] = lambda: grads(
+            p, x, at, do, S=there.S, dS=back.S, X=there.X, U=back.X, decayed=decayed
+        )
     except Exception:
         traceback.print_exc()
     return run
