@@ -179,3 +179,14 @@ def test_model_without_mixer_has_no_memory():
     changed[:, :11] = ids(1, 11, seed=3)
     assert torch.equal(model(x).logits[:, -1], model(changed).logits[:, -1])
     assert not any("attn" in n for n, _ in model.named_parameters()) and isinstance(model.model, ChunkwiseModel)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads"])
+def test_sizes_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"^ChunkwiseConfig: {field} must be at least 1, got 0"):
+        ChunkwiseConfig(**{field: 0})
+
+
+def test_an_unknown_mixer_is_a_value_error():
+    with pytest.raises(ValueError, match="^ChunkwiseConfig: mixer and layer_types must be among"):
+        ChunkwiseConfig(mixer="nope")

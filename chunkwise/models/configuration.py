@@ -93,6 +93,7 @@ class ChunkwiseConfig(PretrainedConfig):
             self.intermediate_size = intermediate_size(self.hidden_size, 4.0 if self.hidden_ratio is None else self.hidden_ratio)
         elif self.hidden_ratio is not None and self.intermediate_size != intermediate_size(self.hidden_size, self.hidden_ratio):
             raise ValueError(f"ChunkwiseConfig: hidden_ratio {self.hidden_ratio} contradicts intermediate_size {self.intermediate_size}")
+        self.validate_layer_type()  # transformers asks again, and would hide the ValueError in an error of its own
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -112,6 +113,9 @@ class ChunkwiseConfig(PretrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Refuse layers that contradict each other and fields that no layer uses. Called by transformers and by the model."""
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"ChunkwiseConfig: {field} must be at least 1, got {getattr(self, field)}")
         types = self.layer_types or []
         known = [*all_mixers(), ATTENTION, NONE]
         for name in {*types, self.mixer}:

@@ -1,6 +1,7 @@
 """Kernels run in Triton's interpreter here, so no GPU is needed. They must not be imported before: run this folder by itself."""
 
 import os
+import re
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -8,6 +9,31 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 pytest.importorskip("triton")
+
+
+# The larger half, by test and case: every kernel and switch is met once by what stays. `pytest -m slow tests/interpret` runs these.
+SLOW = (
+    r"test_pieces_give_what_the_whole_gives\[.*more pieces",
+    r"test_pieces_give_what_the_whole_gives\[3 pieces.*(none|head)",
+    r"test_pieces_need_no_states",
+    r"test_pieces_do_not_depend_on_the_gates\[nothing.*head",
+    r"test_forward_agrees_with_the_torch_plan\[.*(bfloat16|pointers-torch.float16|16 bits wide-torch.float32)",
+    r"test_strides_and_what_lies_behind\w+\[(none|head|scalar add)",
+    r"test_any_length_is_right\[(one short|a chunk|ragged)",
+    r"test_gates_of_any_size_are_exact\[(0.0|-5.0|-10000.0)",
+    r"test_scores_under_weak_and_strong_gates\[.*(1.0|8.0)",
+    r"test_a_gate_per_key_forward_and_backward\[.*(ragged|bfloat16, strong|forget everything)",
+    r"test_gradients_under_weak_and_strong_gates\[.*5.0",
+    r"test_scan_keeps\w+\[.*(none|head)",
+    r"test_pieces_in_sixteen_bits_and_odd_sizes\[pointers",
+    r"test_gradients_of_a_ragged_sequence",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(re.match(pattern, item.name) for pattern in SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
