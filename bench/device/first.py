@@ -91,10 +91,10 @@ def pieces(cell: str, p: Problem, x: Streams) -> dict[str, Callable[[], object]]
     """Every stage as a function of nothing; earlier stages' results are computed once."""
     S0, do = None, torch.randn_like(x.v)
     at = stages.index(p)
-    T, decayed = plan_triton._scores(p, x, at, None)
+    T, decayed = plan_triton.scores_of(p, x, at, None)
     run: dict[str, Callable[[], object]] = {}
     if p.gate is Gate.KEY:
-        run["score"] = lambda: plan_triton._scores(p, x, at, None)
+        run["score"] = lambda: plan_triton.scores_of(p, x, at, None)
     elif p.rule is Rule.DELTA:
         run["inverse"] = lambda: stages.inverse(p, x, at)
     run["state_pass"] = lambda: stages.state_pass(p, x, at, S0, T=T, decayed=decayed, output=True)

@@ -19,7 +19,7 @@ from ..spec import Gate, Streams
 from . import stages_torch as stages
 from .gradient import grads
 from .layout import Layout, layout
-from .problem import Problem
+from .problem import Problem, given
 
 
 @dataclass
@@ -103,8 +103,8 @@ def backward(
     to = layout(p, x.q.device)
     if saved is None:
         _, _, saved = forward(p, x, S0, final=False, save=True)
-    given = {n: t for n, t in x._asdict().items() if t is not None}
-    room = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in given.items() if t.ndim > 2}
+    streams = {n: t for n, t in x._asdict().items() if t is not None}
+    room = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in streams.items() if t.ndim > 2}
     if p.gate is Gate.HEAD:
         room["g"] = to.empty(p.HV, dtype=p.compute)  # summed over tokens in the end
     du = None if x.u is None else torch.zeros(p.HV, p.K, dtype=p.compute, device=to.device)
@@ -112,17 +112,17 @@ def backward(
     for i, part in reversed(list(enumerate(parts))):
         plan = prepare(p, x, part)
         c, do_part = plan.c, part.split(do, p.compute)
-        ahead = plan.states(stages.given(saved)[i].view(p.N, p.H, -1, p.K, p.V), keep=True, read_out=False)
+        ahead = plan.states(given(saved)[i].view(p.N, p.H, -1, p.K, p.V), keep=True, read_out=False)
         back = plan.gradients(dS, do_part)
         dS = back.last
-        d, dg = grads(p, c, plan.M, ahead.X, back.X, stages.given(ahead.met), stages.given(back.met), do_part)
+        d, dg = grads(p, c, plan.M, ahead.X, back.X, given(ahead.met), given(back.met), do_part)
         if dg is not None and p.gate in (Gate.HEAD, Gate.SCALAR):
             dg = dg.squeeze(-1)
         for name, t in d._replace(g=dg)._asdict().items():
             if name in room:
-                part.put(stages.given(t).contiguous(), room[name])
+                part.put(given(t).contiguous(), room[name])
         if du is not None:
-            du += stages.given(d.u).view(p.HV, p.K)
+            du += given(d.u).view(p.HV, p.K)
     out = {n: to.trim(t) for n, t in room.items()}
     if x.g is not None and p.gate is Gate.HEAD:
         out["g"] = out["g"].sum((0, 1)).to(x.g.dtype)

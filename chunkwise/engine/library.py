@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
 from .plan import PLANS
-from .problem import Problem, partition, problem
+from .problem import Problem, compute_dtype, partition, problem
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
 _SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision"
@@ -26,7 +26,7 @@ _LIBRARY.define(
 STREAMS = len(Streams._fields)
 
 
-def _call(
+def resolve(
     streams: tuple[Any, ...],
     cu: Tensor | None,
     cu_cpu: Tensor | None,
@@ -37,6 +37,7 @@ def _call(
     scale: float,
     precision: str,
 ) -> tuple[Any, Problem, Streams]:
+    """The plan, the problem and the streams that an operator's arguments stand for."""
     x = Streams(*streams)
     p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, scale=scale, precision=precision)
     if plan == "triton":
@@ -51,7 +52,7 @@ def _present(t: Tensor | None, like: Tensor) -> Tensor:
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, final, save = args[STREAMS + 1 :]
-    plan, p, x = _call(tuple(streams), *switches)
+    plan, p, x = resolve(tuple(streams), *switches)
     with torch.autocast(x.q.device.type, enabled=False):
         o, ST, saved = plan.forward(p, x, S0, final=final, save=save)
     return o, _present(ST, o), _present(saved, o)
@@ -60,7 +61,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, saved, do, dST = args[STREAMS + 1 :]
-    plan, p, x = _call(tuple(streams), *switches)
+    plan, p, x = resolve(tuple(streams), *switches)
     with torch.autocast(x.q.device.type, enabled=False):
         d, dS0 = plan.backward(p, x, S0, saved if saved.numel() else None, do, dST)
     dS0 = None if S0 is None or dS0 is None else dS0.to(S0.dtype)
@@ -74,7 +75,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     HV, V = x.v.shape[2:]
     N = B if switches[0] is None else switches[0].shape[0] - 1
     o = x.q.new_empty(B, T, HV, V)
-    state = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    state = compute_dtype(x.q.dtype)
     ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
     plan, chunk = switches[4], switches[5]
     saved: tuple[int, ...] = (0,)

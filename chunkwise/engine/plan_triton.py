@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
 from . import stages_triton as stages
-from .problem import Problem
+from .problem import Problem, given
 
 
 def _device(t: Tensor) -> AbstractContextManager[object]:
@@ -28,7 +28,7 @@ def _initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
     return S.to(torch.float32, copy=True)
 
 
-def _scores(p: Problem, x: Streams, at: stages.Index, T: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
+def scores_of(p: Problem, x: Streams, at: stages.Index, T: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
     """(T, the decayed operands of the scan) for gates per key, (T, None) for all others."""
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
@@ -47,9 +47,9 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         return torch.empty_like(x.v), _initial(p, S0, x.q.device) if final else None, T
     with _device(x.q):
         at = stages.index(p)
-        T, decayed = _scores(p, x, at, None)
+        T, decayed = scores_of(p, x, at, None)
         made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True)
-    return stages.given(made.o), made.ST, T if save else None
+    return given(made.o), made.ST, T if save else None
 
 
 def backward(
@@ -63,8 +63,8 @@ def backward(
         return zeros, None if S0 is None else _initial(p, dST, x.q.device)
     with _device(x.q):
         at = stages.index(p)
-        T, decayed = _scores(p, x, at, saved)
+        T, decayed = scores_of(p, x, at, saved)
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
         back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
-        d = grads(p, x, at, do, S=stages.given(there.S), dS=stages.given(back.S), X=there.X, U=back.X, decayed=decayed)
+        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed)
     return d, back.ST

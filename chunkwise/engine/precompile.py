@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .dispatch import CHUNKS, choose, run
-from .library import STREAMS, _call
+from .library import STREAMS, resolve
 
 
 class Target(NamedTuple):
@@ -131,11 +131,11 @@ class _Hosts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         ahead, back = torch.ops.chunkwise.forward.default, torch.ops.chunkwise.backward.default
         if func is ahead and "triton" in args:
-            plan, p, x = _call(args[:STREAMS], *args[STREAMS + 1 : -2])
+            plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -2])
             plan.forward(p, x, args[STREAMS], final=args[-2], save=args[-1])
         elif func is back and "triton" in args:
             saved, do, dST = args[-3:]
-            plan, p, x = _call(args[:STREAMS], *args[STREAMS + 1 : -3])
+            plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -3])
             plan.backward(p, x, args[STREAMS], saved if saved.numel() else None, do, dST)
         return func(*args, **(kwargs or {}))
 

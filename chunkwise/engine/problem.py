@@ -15,6 +15,18 @@ def power_of_two(T: int) -> int:
     return 1 << max(T - 1, 0).bit_length()
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """States, gates and sums: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def given(t: Tensor | None) -> Tensor:
+    """A tensor that the rule, or an earlier stage, must have provided."""
+    if t is None:
+        raise ValueError("chunkwise engine: a tensor is missing that this rule's stages hand on")
+    return t
+
+
 PART = 1 << 19  # entries: what one stream of the chunks worked on together may hold; keeps them in a CPU's caches
 
 
@@ -58,8 +70,8 @@ class Problem:
 
     @property
     def compute(self) -> torch.dtype:
-        """States, gates and sums: float64 for float64 inputs, else float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """Of states, gates and sums."""
+        return compute_dtype(self.dtype)
 
 
 def problem(

@@ -16,7 +16,7 @@ from ..spec import Gate, Op, Output, Rule, Streams
 from . import elementwise
 from .dispatch import Cell, Choice
 from .library import Recurrence
-from .stages_torch import given
+from .problem import given
 
 
 @dataclass(frozen=True)

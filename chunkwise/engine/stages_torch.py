@@ -14,7 +14,7 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 from .decay import ChannelDecay, Decay, NoDecay, ScalarDecay
 from .layout import Layout
-from .problem import Problem
+from .problem import Problem, given
 
 LEAF = 16  # the inverse is substituted row by row in blocks of so many rows, then merged
 
@@ -74,12 +74,6 @@ def enter(p: Problem, x: Streams, to: Layout) -> Chunks:
     if x.u is not None:
         c.u = x.u.to(dtype).contiguous().view(p.H, p.HV // p.H, 1, p.K)
     return c
-
-
-def given(x: Tensor | None) -> Tensor:
-    if x is None:
-        raise ValueError("chunkwise engine: the rule's streams are incomplete")
-    return x
 
 
 def scores(p: Problem, c: Chunks) -> Scores:

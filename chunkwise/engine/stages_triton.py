@@ -207,10 +207,3 @@ def scan(
         INITIAL=S0 is not None, FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p), **c.launch,
     )  # fmt: skip
     return made
-
-
-def given(t: Tensor | None) -> Tensor:
-    """A tensor that was asked for."""
-    if t is None:
-        raise ValueError("chunkwise engine: a stage was asked for a tensor it did not make")
-    return t

@@ -9,8 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.grad import grad_kernel
 from ..kernels.grad_blocks import grad_blocks_kernel
 from ..spec import Gate, Rule, Streams
-from .problem import Problem
-from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, given, switches
+from .problem import Problem, given
+from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, switches
 from .tune import card, config, padded
 
 

@@ -12,8 +12,8 @@ from ..kernels.bounded import grad_bounded_kernel, score_bounded_kernel
 from ..kernels.grad_key import grad_key_kernel, grad_value_kernel
 from ..kernels.score import score_kernel
 from ..spec import Rule, Streams
-from .problem import Problem
-from .stages_triton import Decayed, Index, alike, chunks, dense, exact, given, solves, switches
+from .problem import Problem, given
+from .stages_triton import Decayed, Index, alike, chunks, dense, exact, solves, switches
 from .tune import config
 
 
