@@ -6,6 +6,7 @@ from oracle import check
 
 import chunkwise
 from chunkwise.draw import offsets
+from chunkwise.engine import elementwise
 from chunkwise.engine.elementwise import running_max
 
 
@@ -66,6 +67,32 @@ def test_packed_is_separate_and_segments_carry_the_state():
     check(gradients(torch.cat(h, 1), S, (x, g, h0)), gradients(*chunkwise.hgrn(x, g, h0[:1], True), (x, g, h0)))
 
 
+def test_packed_gives_the_bits_of_each_sequence_alone():
+    x, g, _ = (t.detach() for t in draw(B=1, T=300, dtype=torch.float32))
+    cu, h0 = torch.tensor([0, 3, 3, 133, 134, 300]), torch.randn(5, 7)
+    weights = torch.randn(1, 300, 7), torch.randn(5, 7)
+
+    def run(a, b, n, m, **packing):
+        leaves = [t.clone().requires_grad_() for t in (x[:, a:b], g[:, a:b], h0[n:m])]
+        h, hT = chunkwise.hgrn(*leaves, output_final_state=True, **packing)
+        return h, hT, *torch.autograd.grad([h, hT], leaves, [weights[0][:, a:b], weights[1][n:m]])
+
+    alone = [run(a, b, n, n + 1) for n, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:]))]
+    packed = run(0, 300, 0, 5, cu_seqlens=cu)
+    for name, together, apart, axis in zip(("h", "hT", "dx", "dg", "dh0"), packed, zip(*alone), (1, 0, 1, 1, 0)):
+        assert torch.equal(together, torch.cat(apart, axis)), name
+
+
+def test_offsets_are_never_read_on_the_host():
+    x, g, h0, dh = (torch.empty(s, device="meta") for s in ((1, 300, 7), (1, 300, 7), (5, 7), (1, 300, 7)))
+    cu = torch.empty(6, dtype=torch.int32, device="meta")  # has no values: who looked would fail
+    h, hT = elementwise.forward(x, g, h0, cu)
+    d = elementwise.backward(x, g, h0, cu, dh, hT)
+    assert [t.shape for t in (h, hT, *d)] == [x.shape, h0.shape, x.shape, x.shape, h0.shape]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        cu.tolist()
+
+
 def test_causality_batches_and_nan_are_kept_apart_to_the_bit():
     x, g, _ = (t.detach() for t in draw(B=3, T=100, dtype=torch.float32))
     h, _ = chunkwise.hgrn(x, g)
@@ -101,7 +128,7 @@ def test_the_operator_passes_torch_s_checks():
     x, g, h0 = draw(T=20, dtype=torch.float32)
     still = [t.detach() for t in (x, g, h0)]
     packed = [still[0][:1], still[1][:1], still[2], torch.tensor([0, 3, 20])]
-    for args in ((*still, None, None), (*still[:2], None, None, None), (*packed, None)):
+    for args in ((*still, None), (*still[:2], None, None), packed):
         torch.library.opcheck(torch.ops.chunkwise.elementwise.default, args)
         h, hT = torch.ops.chunkwise.elementwise(*args)
         torch.library.opcheck(torch.ops.chunkwise.elementwise_backward.default, (*args, h, hT))

@@ -104,6 +104,17 @@ def test_offsets_may_be_refilled_in_place(op):
 
 
 @every
+def test_only_the_engine_may_read_offsets_on_the_host(op):
+    """Members around it never do: on tensors without values, where the engine gives shapes alone, a call goes through."""
+    case = Case(T=40, H=1, K=4, V=4)
+    x = {n: t.detach().to("meta").requires_grad_() for n, t in make(op, case, torch.float32).x.items()}
+    S0 = op.draw_state(case.sizes, 3).to("meta").requires_grad_()
+    o, S = op(x, initial_state=S0, output_final_state=True, cu_seqlens=torch.empty(4, dtype=torch.int32, device="meta"))
+    d = torch.autograd.grad(o.sum() + S.sum(), [*x.values(), S0])
+    assert o.shape == (1, 40, 1, 4) and S.shape == S0.shape and all(g.shape == t.shape for g, t in zip(d, (*x.values(), S0)))
+
+
+@every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sample_does_not_depend_on_its_batch(op, dtype):
     case = Case(B=4, T=83, H=2, n=2, K=16, V=8, chunk=64)

@@ -6,9 +6,26 @@ import pytest
 
 pytest.importorskip("triton")
 
-from chunkwise.engine.precompile import LOADS, TARGETS, Built, precompile  # noqa: E402
+import torch  # noqa: E402
 
-CELLS = ("linear_attn", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
+from chunkwise.engine.explain import passes  # noqa: E402
+from chunkwise.engine.precompile import LOADS, TARGETS, Built, precompile  # noqa: E402
+from chunkwise.spec import Gate, Rule, all_ops  # noqa: E402
+
+
+def served() -> dict[tuple, str]:
+    """The first member, plain ones before those of several passes, of everything that decides which kernels a pass on a GPU runs."""
+    found: dict[tuple, str] = {}
+    for op in sorted(all_ops().values(), key=lambda op: op.passes is not None):
+        made = passes(op, T=256, device="cuda", dtype=torch.bfloat16, grad=True)
+        if all(choice.backend == "triton" for _, choice in made):
+            for cell, _ in made:
+                found.setdefault((cell.gate, cell.rule, cell.bonus, cell.erase), op.name)
+    return found
+
+
+SERVED_CELLS = served()
+CELLS = tuple(dict.fromkeys(SERVED_CELLS.values()))
 SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
 FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
 # Bytes a thread may keep in memory: (cards, kernel, switches that must be on) -> (bytes, why). Everything else must keep its registers.
@@ -62,6 +79,12 @@ def test_a_cell_builds_for_hopper_forward_and_backward(op):
 @pytest.mark.parametrize("arch", [a for a in SERVED if a != "sm_90"])
 def test_other_cards_are_served_too(arch):
     check(build(arch, "gla", "gated_delta_rule", sizes=((64, 64),)))
+
+
+def test_every_gate_on_the_key_side_has_its_kernels():
+    for rule in (Rule.ADD, Rule.DELTA):
+        gates = {gate for gate, r, bonus, erase in SERVED_CELLS if r is rule and not (bonus or erase)}
+        assert gates >= {Gate.NONE, Gate.SCALAR, Gate.KEY}, rule
 
 
 def test_packed_sequences_build_too():

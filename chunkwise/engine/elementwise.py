@@ -2,112 +2,174 @@
 
     h_t = exp(g_t) h_{t-1} + x_t
 
-All chunks go row by row at once, as if each began with nothing; then a loop over chunks carries the last row, and what a chunk met is
-added to its rows, times the product of the forget factors since. No factor is above one. Packed sequences begin chunks of their own.
+All chunks go row by row at once, as if each began with nothing; then what they leave is scanned over chunks by doubling distances, and
+what a chunk met is added to its rows, times the product of the forget factors since. No factor is above one. Packed sequences begin
+chunks of their own; where they lie is worked out on the device, so that nothing is read on the host and a call can be captured in a graph.
 The gradient is the same scan run backwards: with l_t = dh_t + exp(g_{t+1}) l_{t+1},  dx = l,  dg_t = exp(g_t) h_{t-1} l_t.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layout import Layout
-from .problem import power_of_two
+from .problem import compute_dtype, power_of_two
 
-CHUNK = 64  # rows: so many steps inside a chunk, T / CHUNK between
+CHUNK = 64  # rows: so many steps inside a chunk
 
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
-_PACKED = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
-_LIBRARY.define(f"elementwise(Tensor x, Tensor g, Tensor? h0, {_PACKED}) -> (Tensor h, Tensor hT)")
+_LIBRARY.define("elementwise(Tensor x, Tensor g, Tensor? h0, Tensor? cu_seqlens) -> (Tensor h, Tensor hT)")
 _LIBRARY.define(
-    f"elementwise_backward(Tensor x, Tensor g, Tensor? h0, {_PACKED}, Tensor dh, Tensor dhT) -> (Tensor dx, Tensor dg, Tensor dh0)"
+    "elementwise_backward(Tensor x, Tensor g, Tensor? h0, Tensor? cu_seqlens, Tensor dh, Tensor dhT) -> (Tensor dx, Tensor dg, Tensor dh0)"
 )
 _LIBRARY.define("running_max(Tensor x, Tensor? h0, Tensor? starts) -> Tensor")
 
 
-def _chunks(x: Tensor, cu: Tensor | None, cpu: Tensor | None) -> Layout:
+@dataclass(frozen=True)
+class Grid:
+    """Rows [B, T, D] in chunks [slots, C, D], sequence after sequence. Packed calls have room for T // C + N chunks."""
+
+    B: int
+    T: int
+    C: int
+    longest: int  # chunks that a sequence may have
+    sequence: Tensor  # [slots], of each chunk
+    place: Tensor  # [slots]: its number inside the sequence
+    left: Tensor  # [slots]: how many follow it there
+    count: Tensor  # [N]: chunks of each sequence
+    begin: Tensor  # [N]: its first chunk
+    rows: Tensor | None = None  # packed: [slots * C], the token of every chunk row; T: none
+    at: Tensor | None = None  # packed: [T], the chunk row of every token
+
+    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T, D] -> a new [slots, C, D]; rows past a sequence's end are zeros."""
+        if self.rows is not None:
+            out = torch.cat((x[0], x.new_zeros(1, x.shape[2]))).index_select(0, self.rows).to(dtype)
+        else:
+            out = x.new_zeros(self.B, self.longest * self.C, x.shape[2], dtype=dtype)
+            out[:, : self.T] = x
+        return out.view(-1, self.C, x.shape[2])
+
+    def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[slots, C, D] -> [B, T, D]."""
+        x, D = x.to(dtype), x.shape[2]
+        if self.at is not None:
+            return x.view(-1, D).index_select(0, self.at)[None]
+        return x.view(self.B, self.longest * self.C, D)[:, : self.T].contiguous()
+
+    def ahead(self, x: Tensor, factor: Tensor) -> None:
+        """x_i += factor_i x_{i-1} over the chunks [slots, D] of every sequence, in place; the bits depend on the sequence alone."""
+        self._double(x, factor, self.place, slice(1, None), slice(None, -1))
+
+    def back(self, x: Tensor, factor: Tensor) -> None:
+        """x_i += factor_i x_{i+1}, likewise."""
+        self._double(x, factor, self.left, slice(None, -1), slice(1, None))
+
+    def _double(self, x: Tensor, factor: Tensor, room: Tensor, to: slice, of: slice) -> None:
+        s, grow = 1, lambda i: None if i is None else i * s
+        while s < self.longest:
+            here, there = slice(grow(to.start), grow(to.stop)), slice(grow(of.start), grow(of.stop))
+            within = (room[here] >= s)[:, None]
+            x[here] = torch.where(within, x[here] + factor[here] * x[there], x[here])
+            factor[here] = torch.where(within, factor[here] * factor[there], factor[here])
+            s *= 2
+
+    def neighbour(self, x: Tensor, step: int, outside: Tensor) -> Tensor:
+        """x [slots, D] of the chunk before (step = 1) or behind (-1) in the same sequence; `outside` [N, D] at the sequence's end."""
+        inside = (self.place if step > 0 else self.left) > 0
+        return torch.where(inside[:, None], x.roll(step, 0), outside[self.sequence])
+
+    def edge(self, x: Tensor, last: bool, empty: Tensor) -> Tensor:
+        """x [slots, D] of every sequence's first or last chunk, [N, D]; `empty` [N, D] of those without."""
+        if not x.shape[0]:
+            return empty.clone()
+        at = (self.begin + self.count - 1 if last else self.begin).clamp(0, x.shape[0] - 1)
+        return torch.where((self.count > 0)[:, None], x[at], empty)
+
+
+def _grid(x: Tensor, cu: Tensor | None) -> Grid:
     B, T = x.shape[:2]
     C = min(CHUNK, power_of_two(T))
+    longest = -(-T // C)
     if cu is None:
-        return Layout(B, T, 1, C, B, None, x.device)
-    ends = (cu if cpu is None else cpu).tolist()
-    return Layout(B, T, 1, C, len(ends) - 1, tuple(b - a for a, b in zip(ends, ends[1:])), x.device)
-
-
-def _split(to: Layout, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, T, D] -> [slots, C, D]; rows past a sequence's end are zeros."""
-    return to.split(x[:, :, None], dtype)[:, 0, 0]
-
-
-def _join(to: Layout, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return to.join(x[:, None, None], dtype)[:, :, 0]
+        place = torch.arange(longest, device=x.device).repeat(B)
+        sequence = torch.arange(B, device=x.device)
+        count = torch.full_like(sequence, longest)
+        return Grid(B, T, C, longest, sequence.repeat_interleave(longest), place, longest - 1 - place, count, sequence * longest)
+    cu, N = cu.long(), cu.shape[0] - 1
+    count = (cu.diff() + C - 1) // C
+    ends = count.cumsum(0)
+    begin = ends - count
+    slot = torch.arange(T // C + N if N else 0, device=x.device)
+    sequence = torch.searchsorted(ends, slot, right=True)
+    used, sequence = sequence < N, sequence.clamp(max=N - 1)
+    place = torch.where(used, slot - begin[sequence], 0)
+    left = torch.where(used, count[sequence] - 1 - place, 0)
+    rows = (cu[sequence] + place * C)[:, None] + torch.arange(C, device=x.device)
+    rows = torch.where(used[:, None] & (rows < cu[sequence + 1][:, None]), rows, T)
+    token = torch.arange(T if N else 0, device=x.device)
+    of = torch.searchsorted(cu, token, right=True) - 1
+    return Grid(B, T, C, longest, sequence, place, left, count, begin, rows.flatten(), begin[of] * C + token - cu[of])
 
 
 def _inside(x: Tensor, f: Tensor, rows: range) -> tuple[Tensor, Tensor]:
     """Every row's sum over its chunk, with f [slots, C, D] the forget factors, and the factors' products so far. Takes rows in order, all
     chunks at once, and changes x."""
-    F, last = f.clone(), None
+    P, last = f.clone(), None
     for i in rows:
         if last is not None:
             x[:, i] += f[:, i] * x[:, last]
-            F[:, i] *= F[:, last]
+            P[:, i] *= P[:, last]
         last = i
-    return x, F
+    return x, P
 
 
-def _states(to: Layout, x: Tensor, f: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _states(to: Grid, x: Tensor, f: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All h [slots, C, D], the state each chunk met [slots, D], and the last state of each sequence [N, D]."""
-    h, F = _inside(x, f, range(to.C))
-    met, S = torch.empty_like(h[:, 0]), S.clone()
-    for now, m in to.steps:
-        met[now] = S[:m]
-        S[:m] = h[now, -1] + F[now, -1] * S[:m]
-    return h.add_(F.mul_(met[:, None])), met, S
+    h, P = _inside(x, f, range(to.C))
+    total, factor = h[:, -1].clone(), P[:, -1].clone()
+    total += torch.where((to.place == 0)[:, None], factor * h0[to.sequence], 0)
+    to.ahead(total, factor)
+    met = to.neighbour(total, 1, h0)
+    return h.add_(P.mul_(met[:, None])), met, to.edge(total, True, h0)
 
 
-def _start(to: Layout, x: Tensor, h0: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return x.new_zeros(to.N, x.shape[2], dtype=dtype) if h0 is None else to.sort(h0.to(dtype))
+def _initial(x: Tensor, h0: Tensor | None, cu: Tensor | None) -> Tensor:
+    dtype = compute_dtype(x.dtype)
+    return x.new_zeros(x.shape[0] if cu is None else cu.shape[0] - 1, x.shape[2], dtype=dtype) if h0 is None else h0.to(dtype)
 
 
-def _forward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, cpu: Tensor | None) -> tuple[Tensor, Tensor]:
-    to, dtype = _chunks(x, cu, cpu), _state_dtype(x)
-    h, _, hT = _states(to, _split(to, x, dtype), _split(to, g, dtype).exp_(), _start(to, x, h0, dtype))
-    return _join(to, h, x.dtype), to.unsort(hT)
+def forward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:
+    to, dtype = _grid(x, cu), compute_dtype(x.dtype)
+    h, _, hT = _states(to, to.split(x, dtype), to.split(g, dtype).exp_(), _initial(x, h0, cu))
+    return to.join(h, x.dtype), hT
 
 
-def _backward(
-    x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, cpu: Tensor | None, dh: Tensor, dhT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    to, dtype = _chunks(x, cu, cpu), _state_dtype(x)
-    f = _split(to, g, dtype).exp_()
-    h, met, _ = _states(to, _split(to, x, dtype), f, _start(to, x, h0, dtype))
+def backward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, dh: Tensor, dhT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    to, dtype = _grid(x, cu), compute_dtype(x.dtype)
+    f, dhT = to.split(g, dtype).exp_(), dhT.to(dtype)
+    h, met, _ = _states(to, to.split(x, dtype), f, _initial(x, h0, cu))
     after = torch.cat((f[:, 1:], torch.ones_like(f[:, :1])), 1)  # exp(g_{t+1}); over a chunk's end it is in what arrives
-    grad, start = _split(to, dh, dtype), to.sort(dhT.to(dtype)).clone()
-    inside, F = _inside(grad, after, range(to.C - 1, -1, -1))
-    arrives = torch.empty_like(met)
-    for now, m in reversed(to.steps):
-        arrives[now] = start[:m]
-        start[:m] = f[now, 0] * (inside[now, 0] + F[now, 0] * start[:m])
-    dx = inside.add_(F.mul_(arrives[:, None]))
+    inside, P = _inside(to.split(dh, dtype), after, range(to.C - 1, -1, -1))
+    first = f[:, 0]
+    total = inside[:, 0] + torch.where((to.left == 0)[:, None], P[:, 0] * dhT[to.sequence], 0)
+    to.back(total, P[:, 0] * first.roll(-1, 0))
+    total *= first  # what every chunk hands to the one before it
+    arrives = to.neighbour(total, -1, dhT)
+    dx = inside.add_(P.mul_(arrives[:, None]))
     dg = f * torch.cat((met[:, None], h[:, :-1]), 1) * dx
-    return _join(to, dx, x.dtype), _join(to, dg, g.dtype), to.unsort(start)
+    return to.join(dx, x.dtype), to.join(dg, g.dtype), to.edge(total, False, dhT)
 
 
-def _state_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _fake_forward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, cpu: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fake_forward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:
     N = x.shape[0] if cu is None else cu.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty((N, x.shape[2]), dtype=_state_dtype(x))
+    return x.new_empty(x.shape), x.new_empty((N, x.shape[2]), dtype=compute_dtype(x.dtype))
 
 
-def _fake_backward(
-    x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, cpu: Tensor | None, dh: Tensor, dhT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None, dh: Tensor, dhT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), g.new_empty(g.shape), dhT.new_empty(dhT.shape)
 
 
@@ -126,8 +188,8 @@ def _fake_running_max(x: Tensor, h0: Tensor | None, starts: Tensor | None) -> Te
 
 
 for _name, _impl, _fake in (
-    ("elementwise", _forward, _fake_forward),
-    ("elementwise_backward", _backward, _fake_backward),
+    ("elementwise", forward, _fake_forward),
+    ("elementwise_backward", backward, _fake_backward),
     ("running_max", _running_max, _fake_running_max),
 ):
     _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
@@ -150,18 +212,16 @@ class ElementwiseScan(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing hands it out once
         h0 = saved[2]
         dx, dg, dh0 = torch.ops.chunkwise.elementwise_backward(*saved, dh, dhT)
-        return dx, dg, None if h0 is None else dh0.to(h0.dtype), None, None
+        return dx, dg, None if h0 is None else dh0.to(h0.dtype), None
 
 
-def scan(
-    x: Tensor, g: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def scan(x: Tensor, g: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h_t = exp(g_t) h_{t-1} + x_t, entry by entry. x, g: [B, T, ...], g natural logarithms, at most 0; h0: [N, ...] or None (zeros).
 
     Returns all h [B, T, ...] in x's dtype, and each sequence's last [N, ...] in float32 (float64 for float64 inputs). Differentiable.
     """
     shape = x.shape[2:]
-    h, hT = ElementwiseScan.apply(x.flatten(2), g.flatten(2), None if h0 is None else h0.flatten(1), cu_seqlens, cu_seqlens_cpu)
+    h, hT = ElementwiseScan.apply(x.flatten(2), g.flatten(2), None if h0 is None else h0.flatten(1), cu_seqlens)
     return h.unflatten(2, shape), hT.unflatten(1, shape)
 
 

@@ -7,19 +7,20 @@ from typing import Any
 import torch
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
-from .dispatch import Choice, choose, run
+from .dispatch import Cell, Choice, choose, run
 
 
-def choices(
+def passes(
     op: Op | str, *, T: int, K: int = 128, device: str = "cpu", dtype: torch.dtype = torch.float32, grad: bool = False, **options: Any
-) -> list[Choice]:
-    """What the passes of a call of `op` (a member or its name) on T tokens would run; K channels a key and a value. No device is needed."""
+) -> list[tuple[Cell, Choice]]:
+    """The passes of a call of `op` (a member or its name) on T tokens, and what each would run; K channels a key and a value. No device
+    is needed."""
     op = all_ops()[op] if isinstance(op, str) else op
-    heard: list[Choice] = []
+    heard: list[tuple[Cell, Choice]] = []
 
-    def listen(*args: Any, **kw: Any) -> Choice:
-        heard.append(choose(*args, **{**kw, "device": device}))
-        return heard[-1]
+    def listen(op: Op, cell: Cell, **kw: Any) -> Choice:
+        heard.append((cell, choose(op, cell, **{**kw, "device": device})))
+        return heard[-1][1]
 
     sizes = {**EXTRA_SIZES, "B": 1, "T": T, "H": 1, "HV": 1, "K": K, "V": K}
     with torch.set_grad_enabled(grad):
@@ -29,8 +30,13 @@ def choices(
     return heard
 
 
+def choices(op: Op | str, *, T: int, **call: Any) -> list[Choice]:
+    """What the passes of a call would run. Keywords: those of `passes`."""
+    return [choice for _, choice in passes(op, T=T, **call)]
+
+
 def explain(op: Op | str, *, T: int, **call: Any) -> str:
-    """One line: what a call of `op` (a member or its name) on T tokens would run, and why. Keywords: those of `choices`.
+    """One line: what a call of `op` (a member or its name) on T tokens would run, and why. Keywords: those of `passes`.
 
     >>> import chunkwise
     >>> chunkwise.explain("gla", T=2048)

@@ -57,7 +57,7 @@ class Scan:
 
     def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h_t = exp(g_t) h_{t-1} + x_t in every entry of x [B, T, ...]; h0: [N, ...]. Returns all h, and the last of each sequence."""
-        return elementwise.scan(x, g, h0, self.cu_seqlens, self.cu_seqlens_cpu)
+        return elementwise.scan(x, g, h0, self.cu_seqlens)
 
     def starts(self, T: int) -> Tensor | None:
         """Packed: the token at which each token's sequence begins, [T]. Dense (all begin at 0): None. Nothing is read on the host."""

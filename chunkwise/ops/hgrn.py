@@ -46,7 +46,7 @@ def hgrn(
         if tuple(initial_state.shape) != (N, D):
             raise ValueError(f"hgrn: initial_state must be [N, D] = [{N}, {D}], got {list(initial_state.shape)}")
     with torch.autocast(x.device.type, enabled=False):
-        h, hT = scan(x, g, initial_state, cu_seqlens, cu_seqlens_cpu)
+        h, hT = scan(x, g, initial_state, cu_seqlens)
     return h, hT if output_final_state else None
 
 
