@@ -24,8 +24,9 @@ def step(S: Tensor, q: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lower(q: Tensor, v: Tensor, g: Tensor) -> Streams:
-    n = v.shape[2] // q.shape[2]
-    return Streams(q, -g.expm1().to(q.dtype), v, g=g if n == 1 else g.repeat_interleave(n, 2))
+    n, forget = v.shape[2] // q.shape[2], g.exp()
+    k = forget.detach() - forget - g.expm1().detach()  # expm1's value; its own gradient, its value plus one, cannot be as small as exp's
+    return Streams(q, k.to(q.dtype), v, g=g if n == 1 else g.repeat_interleave(n, 2))
 
 
 HGRN2 = Op(
