@@ -30,7 +30,7 @@ def test_padded_logits_and_gradients_are_those_alone(kind, side):
 
     def padded(model):
         model.zero_grad()
-        output = model(x, attention_mask=mask, labels=labels)
+        output = model(x, attention_mask=mask, labels=labels, output_logits=True)
         output.loss.backward()
         return flat(output.logits[mask.bool()]) | gradients(model)
 
@@ -51,12 +51,12 @@ def test_packed_documents_are_separate_documents(kind, by):
     def separate(model):
         model.zero_grad()
         rows = [x[:, a:b] for a, b in itertools.pairwise(cu.tolist())]
-        outputs = [model(row, labels=row) for row in rows]
+        outputs = [model(row, labels=row, output_logits=True) for row in rows]
         (sum(o.loss * (row.shape[1] - 1) for o, row in zip(outputs, rows, strict=True)) / (60 - 3)).backward()
         return flat(torch.cat([o.logits for o in outputs], 1)) | gradients(model)
 
     model.zero_grad()
-    output = model(x, labels=x, **given)
+    output = model(x, labels=x, output_logits=True, **given)
     output.loss.backward()
     agree(flat(output.logits) | gradients(model), separate(wide(model)), separate(model))
     changed = x.clone()
@@ -92,6 +92,31 @@ def test_loss_is_shifted_cross_entropy():
         model(x, labels=x[:, 1:])
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(x, labels=x, logits_to_keep=1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_loss_without_logits_is_that_of_the_logits(packed, padded):
+    model, x = build(mixer="retention").train(), ids(1, 60) if packed else ids(2, 30)
+    given = dict(cu_seqlens=torch.tensor([0, 20, 21, 60])) if packed else {}
+    if padded and not packed:
+        given["attention_mask"] = torch.ones_like(x).index_fill(1, torch.arange(7), 0)
+
+    def run(model, logits):
+        model.zero_grad()
+        output = model(x, labels=x, output_logits=logits, num_items_in_batch=50 if padded else None, **given)
+        output.loss.backward()
+        assert (output.logits is None) == (not logits)
+        return {"loss": output.loss.detach(), **gradients(model)}
+
+    agree(run(model, None), run(wide(model), True), run(model, True))
+
+
+def test_a_head_that_is_more_than_its_weight_is_called():
+    model, x, calls = build(mixer="retention").train(), ids(1, 5), []
+    assert model(x, labels=x).logits is None and model.eval()(x, labels=x).logits is not None
+    model.train().lm_head.register_forward_hook(lambda *args: calls.append(args))
+    assert model(x, labels=x).logits is not None and len(calls) == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -107,7 +107,7 @@ def test_every_configuration_key_changes_something():
         num_v_heads=4, head_dim=4, expand_k=2, expand_v=3.0, use_short_conv=True, conv_size=2, conv_bias=True, feature_map="relu",
         use_gate=False, rope_theta=10.0, gate_low_rank_dim=3, gate_logit_normalizer=2.0, lower_bound=-1.0, allow_neg_eigval=True,
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
-        use_cache=False,
+        use_cache=False, output_logits=False,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
     own = set(ChunkwiseConfig.__annotations__) - {"model_type", "keys_to_ignore_at_inference", "attribute_map"}
@@ -122,6 +122,9 @@ def test_every_configuration_key_changes_something():
         before, after = build(**start), build(**{**start, key: value})
         if key == "use_cache":
             assert cache_of(before(x)) is not None and cache_of(after(x)) is None
+            continue
+        if key == "output_logits":
+            assert before(x, labels=x).logits is not None and after(x, labels=x).logits is None
             continue
         shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (before, after)]
         assert shapes[0] != shapes[1] or not torch.equal(before(x).logits, after(x).logits), key

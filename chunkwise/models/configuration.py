@@ -35,6 +35,7 @@ class ChunkwiseConfig(PretrainedConfig):
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
         hidden_act: activation of the gated feed-forward layers.
         norm_eps, initializer_range, tie_word_embeddings, use_cache: as everywhere in transformers.
+        output_logits: return logits beside a loss too; None: not in training, where the loss then never stores them all.
 
     Raises:
         TypeError: an unknown key, with the nearest known one; a value of the wrong type. Unknown keys of a *loaded* file only warn.
@@ -74,6 +75,7 @@ class ChunkwiseConfig(PretrainedConfig):
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     use_cache: bool = True
+    output_logits: bool | None = None
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None

@@ -6,14 +6,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..nn import GatedMLP, Mixer, Packing, RMSNorm, ShortConvolution, mixer_class, plan_packing
+from ..nn import GatedMLP, Mixer, Packing, RMSNorm, ShortConvolution, cross_entropy, linear_cross_entropy, mixer_class, plan_packing
 from .attention import FullAttention
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
@@ -203,6 +202,7 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
+        output_logits: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, T, vocab], and the loss when labels are given. Arguments not named here: `ChunkwiseModel.forward`.
 
@@ -213,6 +213,8 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
             num_items_in_batch: divide the summed loss by this instead (gradient accumulation).
             cu_seq_lens_q: `cu_seqlens` under the name that transformers' flattening collator gives it; cu_seq_lens_k, max_length_q,
                 max_length_k and seq_idx say the same again and are not read.
+            output_logits: whether logits are returned; default config.output_logits, whose default is: not with labels in training, where
+                the loss is computed without ever storing them all.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("logits_to_keep cuts the positions that labels need: give one, not both")
@@ -228,27 +230,41 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
             packing=packing, output_hidden_states=output_hidden_states, output_attentions=output_attentions, return_dict=True,
         )  # fmt: skip
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
-        hidden = output.last_hidden_state
-        logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
-        loss = None if labels is None else _loss(logits, labels, packing, num_items_in_batch)
+        hidden, logits, loss = output.last_hidden_state, None, None
+        wanted = self.config.output_logits if output_logits is None else output_logits
+        if labels is None or not _plain(self.lm_head) or (not self.training if wanted is None else wanted):
+            logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
+        if labels is not None:
+            target = _targets(labels, hidden, packing)
+            if logits is None:
+                total = linear_cross_entropy(hidden, self.lm_head.weight, target, ignore_index=IGNORED, reduction="sum")
+            else:
+                total = cross_entropy(logits, target.to(logits.device), ignore_index=IGNORED, reduction="sum")
+            loss = total / ((target != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_FIELD: output.get(CACHE_FIELD)}
         )
         return result if _flag(return_dict, self.config.return_dict) else result.to_tuple()
 
 
-def _loss(logits: Tensor, labels: Tensor, packing: Packing, items: Tensor | int | None) -> Tensor:
-    """Cross entropy of each token given the one before it in its own sequence; nothing predicts a first token or padding."""
-    if labels.shape != logits.shape[:2]:
-        raise ValueError(f"labels must be [B, T] = {list(logits.shape[:2])}, got {list(labels.shape)}")
-    if packing.cu_seqlens is not None:
-        logits, labels = packing.pack(logits), packing.pack(labels)
-        first = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=logits.device).index_fill(0, packing.cu_seqlens, True)[:-1]
-        labels = labels.masked_fill(first, IGNORED)
-    target = labels[:, 1:].flatten().to(logits.device)
-    scores = logits[:, :-1].flatten(0, 1)
-    total = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), target, ignore_index=IGNORED, reduction="sum")
-    return total / ((target != IGNORED).sum().clamp(min=1) if items is None else items)
+def _plain(head: nn.Module) -> bool:
+    """Whether the head is its weight and nothing else: no adapter, quantisation, sharding or hook that only calling it would honour."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
+
+
+def _targets(labels: Tensor, hidden: Tensor, packing: Packing) -> Tensor:
+    """[B, T]: what each token has to predict, the next label of its own sequence; IGNORED at ends and at padding."""
+    if labels.shape != hidden.shape[:2]:
+        raise ValueError(f"labels must be [B, T] = {list(hidden.shape[:2])}, got {list(labels.shape)}")
+    labels = labels.to(hidden.device)
+    if packing.cu_seqlens is None:
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    target = nn.functional.pad(packing.pack(labels), (0, 1), value=IGNORED)  # [1, n + 1]
+    target = target.index_fill(1, packing.cu_seqlens, IGNORED)[:, 1:]  # nothing predicts a first token
+    if packing.index is None:
+        return target.view(labels.shape)
+    return torch.full_like(labels, IGNORED).view(-1).index_copy(0, packing.index, target.squeeze(0)).view(labels.shape)
 
 
 def _flag(given: bool | None, default: bool | None) -> bool:

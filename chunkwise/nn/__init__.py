@@ -6,6 +6,7 @@ from typing import Any
 
 from .activation import activation
 from .conv import ShortConvolution, causal_conv1d
+from .loss import cross_entropy, linear_cross_entropy
 from .mixer import Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
 from .mlp import GatedMLP
 from .norm import GatedRMSNorm, RMSNorm, l2norm
@@ -23,7 +24,9 @@ __all__ = [
     "activation",
     "all_mixers",
     "causal_conv1d",
+    "cross_entropy",
     "l2norm",
+    "linear_cross_entropy",
     "mixer_class",
     "parameters_without_decay",
     "plan_packing",

@@ -1,0 +1,31 @@
+"""Where the modules meet PyTorch: operators that tracing sees as one node, and the one decision between PyTorch and kernels of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TRITON = importlib.util.find_spec("triton") is not None
+_LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether x is computed on by Triton kernels: on a GPU, in a dtype of at most 32 bits. Everything else runs PyTorch's own operators."""
+    return TRITON and x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`."""
+    name = _LIBRARY.define(schema)
+    _LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"chunkwise::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.chunkwise, name).default
+
+
+def present(t: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return no None: an empty tensor stands for it."""
+    return like.new_empty(0) if t is None else t
