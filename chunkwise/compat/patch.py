@@ -1,0 +1,170 @@
+"""transformers' models that are imported already, handed over to chunkwise; packed documents kept apart in all of their layers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .install import CONV, FLA, Installation, install_as_fla, is_ours
+
+MODELS = "transformers.models."
+CACHES = ("cache", "past_key_values")  # transformers' names for the argument, newer and older
+
+
+@dataclass
+class Patch:
+    """What `patch_transformers` changed. `undo()`, or leaving the `with` block, puts everything back; printed, it is the list."""
+
+    installation: Installation
+    replaced: list[str] = field(default_factory=list)
+    changes: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, name, before, now
+
+    def change(self, owner: Any, name: str, now: Any, said: str) -> None:
+        self.changes.append((owner, name, vars(owner)[name], now))
+        setattr(owner, name, now)
+        self.replaced.append(said)
+
+    def undo(self) -> None:
+        """Put back what is still as we left it, and take our modules out of sys.modules."""
+        for owner, name, before, now in reversed(self.changes):
+            if vars(owner).get(name) is now:
+                setattr(owner, name, before)
+        self.installation.undo()
+        self.changes, self.replaced = [], []
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        return "\n".join(self.replaced) or "nothing to replace: no model that uses fla or causal_conv1d is imported"
+
+
+def patch_transformers(*, replace: bool = False) -> Patch:
+    """Make transformers' models run on chunkwise, those imported already and, through `install_as_fla`, those imported later.
+
+    Functions: whatever a model binds from fla and causal_conv1d. Models: documents that a call packs into one row, told by
+    `cu_seq_lens_q` or by `position_ids` that begin anew (without attention_mask and cache), reach every layer: the convolutions and
+    recurrences of the linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. Reading
+    `position_ids` synchronises with a GPU once a call, `cu_seq_lens_q` never; under torch.compile position ids alone are not read.
+
+    Args:
+        replace: take over from fla and causal_conv1d where they are imported already.
+
+    Returns:
+        the patch: print it for what was replaced; `undo()` or a `with` block ends it. Call it again after importing further models.
+
+    Raises:
+        ValueError: the real fla or causal_conv1d is imported already and replace is not set; packed documents in more than one row (at
+            the model's call).
+    """
+    patch = Patch(install_as_fla(replace=replace))
+    made: dict[int, Callable[..., Any]] = {}
+    for module in [m for n, m in list(sys.modules.items()) if n.startswith(MODELS) and isinstance(m, ModuleType)]:
+        names = list(_bound(module))
+        for name, fallback, function, package in names:
+            current = vars(module)[name]
+            if id(current) not in made:
+                from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+                made[id(current)] = use_kernel_func_from_hub_with_fallback(function, package)(fallback)
+            patch.change(module, name, made[id(current)], f"{module.__name__}.{name} -> {package}.{function} of chunkwise")
+        if names or any(_binding(f) for f in vars(module).values()):
+            for cls in _models(module):
+                if not hasattr(cls.forward, "__chunkwise_documents__"):
+                    patch.change(cls, "forward", _documents(cls.forward), f"{module.__name__}.{cls.__name__}: packed documents kept apart")
+    return patch
+
+
+def _binding(value: Any) -> Mapping[str, Any] | None:
+    """What transformers' decorator remembers of a function it bound to another package or to its fallback; None for anything else."""
+    while inspect.isfunction(value):
+        inner = inspect.getclosurevars(value).nonlocals if value.__closure__ and "torch_function" in value.__code__.co_freevars else {}
+        if {"torch_function", "func_name", "package", "implementation"} <= inner.keys():
+            return inner if inner["package"] in (FLA, CONV) else None
+        value = getattr(value, "__wrapped__", None)
+    return None
+
+
+def _bound(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any], str, str]]:
+    """(name in the module, transformers' fallback, name in the package, package) of what is not yet bound to chunkwise."""
+    for name, value in list(vars(module).items()):
+        inner = _binding(value)
+        if inner is None or not is_ours(sys.modules.get(inner["package"])):
+            continue
+        ours = getattr(sys.modules[inner["package"]], inner["func_name"], None) or _within_ops(inner["func_name"])
+        if ours is not None and inner["implementation"] is not ours:
+            yield name, inner["torch_function"], inner["func_name"], inner["package"]
+
+
+def _within_ops(function: str) -> Any:
+    return getattr(sys.modules.get(f"{FLA}.ops"), function, None)
+
+
+def _models(module: ModuleType) -> Iterator[Any]:
+    """The module's own text models: those that take token ids, positions and further keywords, and no pixels."""
+    from transformers import PreTrainedModel
+
+    for cls in list(vars(module).values()):
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__ and "forward" in vars(cls):
+            takes = inspect.signature(vars(cls)["forward"]).parameters
+            further = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+            if further and {"input_ids", "position_ids"} <= takes.keys() and "pixel_values" not in takes:
+                yield cls
+
+
+def _documents(forward: Callable[..., Any]) -> Callable[..., Any]:
+    names = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(forward)
+    def packed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names[1:], args)), **kwargs}
+        further = _separate(given)
+        return forward(self, **{**given, **further}) if further else forward(self, *args, **kwargs)
+
+    packed.__chunkwise_documents__ = True  # type: ignore[attr-defined]
+    return packed
+
+
+def _separate(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are missing for documents to be kept apart; none where the call has but one sequence a row."""
+    cu, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    if any(given.get(n) is not None for n in CACHES) or given.get("attention_mask") is not None:
+        return {}
+    further: dict[str, Any] = {}
+    if cu is None:
+        text = positions[0] if positions is not None and positions.ndim == 3 and positions.shape[0] == 4 else positions
+        cu = None if text is None or text.ndim != 2 or torch.compiler.is_compiling() else _offsets(text)
+        if cu is None:
+            return {}
+        longest = int(cu.diff().max())
+        further = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+    elif positions is None:
+        x = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+        if x is not None:
+            token = torch.arange(x.shape[1], device=cu.device)
+            further["position_ids"] = (token - cu[torch.searchsorted(cu[1:].contiguous(), token.to(cu.dtype), right=True)])[None]
+    if given.get("use_cache") is None:
+        further["use_cache"] = False
+    return further
+
+
+def _offsets(positions: Tensor) -> Tensor | None:
+    """[N + 1] int32 of the documents in positions [B, T]: one begins wherever a position is not the one before it plus one."""
+    begins = (positions.diff(dim=1) != 1).nonzero()
+    if not len(begins):
+        return None
+    if positions.shape[0] != 1:
+        raise ValueError(f"packed documents need one row: flatten the batch to B = 1, got position_ids {list(positions.shape)}")
+    ends = begins.new_tensor([0, positions.shape[1]])
+    return torch.cat((ends[:1], begins[:, 1] + 1, ends[1:])).int()
