@@ -155,6 +155,12 @@ def honest(call: Call, truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: t + (single[n].double() - t) * ratio for n, t in truth.items()}
 
 
+def same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], form: str = "chunk") -> None:
+    """Two float64 computations of one thing, apart by the order of their operations: `want` rounded once is its honest error."""
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    check(got, want, {n: t + (t.float().double() - t) * ratio for n, t in want.items()}, form)
+
+
 def _norm(x: Tensor, heads: bool) -> Tensor:
     """L2 norm, of everything or of every head (axis 2 of streams, axis 1 of states)."""
     x = x.double()

@@ -224,7 +224,7 @@ def test_weight_decay_spares_gates_norms_biases_and_convolutions(name):
         (dict(head_dim=8, expand_k=1.0), "head_dim and expand_k"),
         (dict(head_dim=0), "head_dim must be at least 1"),
         (dict(conv_size=0), "kernel_size must be at least 1"),
-        (dict(feature_map="fourier"), "activation must be None or one of"),
+        (dict(feature_map="fourier"), "feature_map must be None or one of"),
     ],
 )
 def test_layer_refuses_by_name(options, says):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .activation import activation
+from .activation import activation, feature_map
 from .conv import ShortConvolution, causal_conv1d
 from .loss import cross_entropy, linear_cross_entropy
 from .mixer import Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
@@ -25,6 +25,7 @@ __all__ = [
     "all_mixers",
     "causal_conv1d",
     "cross_entropy",
+    "feature_map",
     "l2norm",
     "linear_cross_entropy",
     "mixer_class",

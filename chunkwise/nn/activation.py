@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from torch.nn import functional as F
 def _elu_plus_one(x: Tensor) -> Tensor:
     """Positive features. Katharopoulos et al. Transformers are RNNs. ICML 2020."""
     return F.elu(x) + 1
+
+
+def taylor(x: Tensor) -> Tensor:
+    """The features of exp's Taylor series to second order: [..., D] -> [..., 1 + D + D * D], with
+
+        taylor(q) . taylor(k) = 1 + z + z^2 / 2 >= 1 / 2,   z = q . k / sqrt(D)
+
+    Zhang, Bhatia, Kumbong, Re. The Hedgehog & the Porcupine. ICLR 2024; Arora et al. Simple linear attention language models (Based). 2024.
+    """
+    z = x * x.shape[-1] ** -0.25
+    pairs = (z[..., :, None] * z[..., None, :]).flatten(-2)
+    return torch.cat((torch.ones_like(z[..., :1]), z, pairs * 2**-0.5), -1)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -28,6 +40,8 @@ _ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": _identity,
 }
 
+_FEATURE = {**_ACTIVATION, "taylor": taylor}
+
 
 def activation(name: str | None) -> Callable[[Tensor], Tensor]:
     """The elementwise function of that name; None is the identity.
@@ -35,7 +49,22 @@ def activation(name: str | None) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: an unknown name, with the known ones.
     """
+    return _named("activation", _ACTIVATION, name)
+
+
+def feature_map(name: str | None) -> Callable[[Tensor], Tensor]:
+    """The map of that name from queries and keys [..., K] to features: an activation, or "taylor" with 1 + K + K * K features.
+
+    Positive ones (elu_plus_one, relu, sigmoid, taylor's products) are what normalised linear attention needs.
+
+    Raises:
+        ValueError: an unknown name, with the known ones.
+    """
+    return _named("feature_map", _FEATURE, name)
+
+
+def _named(kind: str, table: Mapping[str, Callable[[Tensor], Tensor]], name: str | None) -> Callable[[Tensor], Tensor]:
     try:
-        return _ACTIVATION["identity" if name is None else name]
+        return table["identity" if name is None else name]
     except KeyError:
-        raise ValueError(f"activation must be None or one of {sorted(_ACTIVATION)}, got {name!r}") from None
+        raise ValueError(f"{kind} must be None or one of {sorted(table)}, got {name!r}") from None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...spec import PREFIX, Op, all_ops
 from ..activation import activation
+from ..activation import feature_map as _features
 from ..conv import ShortConvolution
 from ..norm import GatedRMSNorm, RMSNorm, wide
 from ..packing import Packing, plan_packing
@@ -127,7 +128,7 @@ class Mixer(nn.Module):
         self.conv_size, self.conv_bias, self.norm_eps = conv_size, conv_bias, norm_eps
         self.has_conv = own.use_short_conv if use_short_conv is None else use_short_conv
         self.has_gate = own.use_gate if use_gate is None else use_gate
-        self.feature = activation(own.feature_map if feature_map is None else feature_map)
+        self.feature = _features(own.feature_map if feature_map is None else feature_map)
 
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
