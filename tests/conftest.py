@@ -16,5 +16,5 @@ def pytest_collection_modifyitems(config, items):
     """On a GPU every contract of the operators is a GPU test."""
     if oracle.DEVICE.type == "cuda":
         for item in items:
-            if item.path.stem in ("test_op_truth", "test_op_contract", "test_op_torch", "test_op_extreme", "test_op_shape"):
+            if item.path.stem in ("test_op_truth", "test_op_contract", "test_op_torch", "test_op_extreme", "test_op_shape", "test_decode"):
                 item.add_marker(pytest.mark.gpu)

@@ -43,7 +43,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
 def build(arch: str, *ops: str, **options) -> list[Built]:
     """On this process's share of the machine, where pytest runs several side by side."""
     jobs = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    return precompile(arch, ops, **{"loads": FULL, "ways": ("training",), "packed": (False,), "jobs": jobs, **options})
+    return precompile(arch, ops or None, **{"loads": FULL, "ways": ("training",), "packed": (False,), "jobs": jobs, **options})
 
 
 def allowed(b: Built) -> int:
@@ -91,6 +91,20 @@ def test_packed_sequences_build_too():
     made = build("sm_90", "simple_gla", sizes=((64, 64),), packed=(True,))
     assert "index_kernel" in {b.kernel for b in made}
     check(made)
+
+
+@pytest.mark.parametrize("arch", SERVED)
+def test_the_recurrent_form_builds_for_every_card(arch):
+    made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("one token",), packed=(arch == "sm_90",))
+    assert {b.kernel for b in made} == {"recurrent_kernel"}
+    check(made)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_member_s_recurrent_form_builds_for_every_card(arch):
+    options = dict(dtypes=("bfloat16", "float32"), sizes=((64, 64), (128, 128), (256, 512)), groups=(1, 4))
+    check([b for b in build(arch, ways=("one token", "first token"), packed=(False, True), **options) if b.kernel == "recurrent_kernel"])
 
 
 @pytest.mark.compile

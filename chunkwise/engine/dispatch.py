@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
-WIDEST = 256  # key channels that the kernels take
+WIDEST = 256  # key channels that the chunk kernels take
+RECURRENT_WIDEST = 1024  # and the recurrent one
 TRITON = importlib.util.find_spec("triton") is not None
 RECURRENT_BELOW = 4  # tokens: up to so many, without gradients, go token by token
 
@@ -50,10 +51,12 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"the tensors are on {device}, not on a GPU"
     if not TRITON:
         return "triton is not installed"
-    if form not in (Form.AUTO, Form.CHUNK, Form.FUSED_CHUNK):
+    if form is Form.PARALLEL:
         return f"the {form} form has none in this version"
     if cell.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"none for {cell.dtype}"
+    if form is Form.RECURRENT:
+        return None if cell.K <= RECURRENT_WIDEST else f"none for K={cell.K} above {RECURRENT_WIDEST} in this version"
     if cell.rule is Rule.DPLR or cell.gate is Gate.VALUE:
         return f"none for rule {cell.rule.value!r} with gate {cell.gate.value!r} in this version"
     if cell.bonus or cell.erase:
@@ -75,13 +78,18 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
         raise ValueError(f"{op.name}: chunk_size must be one of {', '.join(map(str, CHUNKS))}, got {cell.C}")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    reason = "asked for"
+    if wanted is Form.AUTO:
+        few = not grad and T <= RECURRENT_BELOW
+        wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer, no gradient") if few else (Form.CHUNK, "the general form")
     missing = "asked for torch" if backend == "torch" else _no_kernels(cell, device, wanted)
     if backend == "triton" and missing is not None:
         raise ValueError(f"{op.name}: backend='triton' cannot serve this call: {missing}")
-    reason = "asked for"
-    if wanted is Form.AUTO:
-        few = missing is not None and not grad and T <= RECURRENT_BELOW
-        wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer, no gradient") if few else (Form.CHUNK, "the general form")
+    if missing is None and wanted is Form.RECURRENT:
+        back = _no_kernels(cell, device, Form.CHUNK)
+        if grad and back is not None:
+            reason = f"{reason}; gradient by the torch backend: {back}"
+        return Choice(wanted, "triton", "triton_recurrent" if back is None else "triton_recurrent_torch", cell.C, reason)
     if missing is None:
         return Choice(wanted, "triton", "triton", cell.C, reason)
     plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)

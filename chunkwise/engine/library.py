@@ -40,9 +40,10 @@ def resolve(
     """The plan, the problem and the streams that an operator's arguments stand for."""
     x = Streams(*streams)
     p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, scale=scale, precision=precision)
-    if plan == "triton":
-        p = replace(p, C=PLANS[plan]().chunk(p.dtype, chunk))
-    return PLANS[plan](), p, x
+    ways = PLANS[plan]()
+    if hasattr(ways, "chunk"):
+        p = replace(p, C=ways.chunk(p.dtype, chunk))
+    return ways, p, x
 
 
 def _present(t: Tensor | None, like: Tensor) -> Tensor:

@@ -18,8 +18,20 @@ def _recurrent() -> SimpleNamespace:
     return SimpleNamespace(forward=_module("recurrent")().forward, backward=PLANS["chunk"]().backward)
 
 
+@cache
+def _triton_recurrent(gradient: str) -> SimpleNamespace:
+    """Forward token by token in one kernel; the gradient is a chunk form's."""
+    chunked = PLANS[gradient]()
+    own = {"chunk": chunked.chunk} if hasattr(chunked, "chunk") else {}
+    return SimpleNamespace(forward=_module("plan_recurrent_triton")().forward, backward=chunked.backward, **own)
+
+
 PLANS: dict[str, Callable[[], ModuleType | SimpleNamespace]] = {
     "chunk": _module("chunk"),
     "recurrent": _recurrent,
     "triton": _module("plan_triton"),
+    "triton_recurrent": lambda: _triton_recurrent("triton"),
+    "triton_recurrent_torch": lambda: _triton_recurrent("chunk"),  # where there are no kernels for the chunk form
 }
+KERNELS = frozenset({"triton", "triton_recurrent", "triton_recurrent_torch"})  # plans whose forward pass runs kernels
+BACKWARD_KERNELS = KERNELS - {"triton_recurrent_torch"}

@@ -12,7 +12,8 @@ from . import stages_triton as stages
 from .problem import Problem, given
 
 
-def _device(t: Tensor) -> AbstractContextManager[object]:
+def on_device(t: Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the device of their tensors, whichever is the current one."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
@@ -21,7 +22,7 @@ def chunk(dtype: torch.dtype, asked: int) -> int:
     return 16 if dtype == torch.float32 else asked
 
 
-def _initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
+def initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
     """The state when there are no tokens."""
     if S is None:
         return torch.zeros(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device)
@@ -44,8 +45,8 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
     """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, T to save if `save` and the rule has one."""
     if p.T == 0 or p.N == 0:
         T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if save and p.rule is Rule.DELTA else None
-        return torch.empty_like(x.v), _initial(p, S0, x.q.device) if final else None, T
-    with _device(x.q):
+        return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, T
+    with on_device(x.q):
         at = stages.index(p)
         T, decayed = scores_of(p, x, at, None)
         made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True)
@@ -60,8 +61,8 @@ def backward(
 
     if p.T == 0 or p.N == 0:
         zeros = Streams._make(None if t is None else torch.zeros_like(t) for t in x)
-        return zeros, None if S0 is None else _initial(p, dST, x.q.device)
-    with _device(x.q):
+        return zeros, None if S0 is None else initial(p, dST, x.q.device)
+    with on_device(x.q):
         at = stages.index(p)
         T, decayed = scores_of(p, x, at, saved)
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)

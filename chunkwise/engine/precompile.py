@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .dispatch import CHUNKS, choose, run
 from .library import STREAMS, resolve
+from .plan import BACKWARD_KERNELS, KERNELS
 
 
 class Target(NamedTuple):
@@ -59,6 +60,7 @@ class Way(NamedTuple):
     grad: bool
     initial: bool  # from a given state
     final: bool  # with the last state
+    tokens: int = 0  # so many; 0: as the load says
 
 
 WAYS = {
@@ -66,6 +68,8 @@ WAYS = {
     "training with states": Way(True, True, True),
     "prefill": Way(False, False, True),
     "continuation": Way(False, True, True),
+    "one token": Way(False, True, True, 1),
+    "first token": Way(False, False, True, 1),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
 LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
@@ -130,10 +134,10 @@ class _Hosts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         ahead, back = torch.ops.chunkwise.forward.default, torch.ops.chunkwise.backward.default
-        if func is ahead and "triton" in args:
+        if func is ahead and KERNELS & {a for a in args if isinstance(a, str)}:
             plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -2])
             plan.forward(p, x, args[STREAMS], final=args[-2], save=args[-1])
-        elif func is back and "triton" in args:
+        elif func is back and BACKWARD_KERNELS & {a for a in args if isinstance(a, str)}:
             saved, do, dST = args[-3:]
             plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -3])
             plan.backward(p, x, args[STREAMS], saved if saved.numel() else None, do, dST)
@@ -181,7 +185,7 @@ def _launches(
     try:
         for way, (T, HV) in product(ways, loads):
             if HV % group == 0:
-                sizes = {**EXTRA_SIZES, "B": 1, "T": T, "H": HV // group, "HV": HV, "K": K, "V": V}
+                sizes = {**EXTRA_SIZES, "B": 1, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
                 _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
     finally:
         knobs.runtime.jit_cache_hook = None

@@ -32,11 +32,11 @@ def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower
     return -A * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(A * g)
 
 
-def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Any]:
-    """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
-    x = dict(inputs)
-    if o.get("use_qk_l2norm_in_kernel"):
-        x.update({n: l2norm(x[n]) for n in ("q", "k", "p") if x.get(n) is not None})
+NORMALIZED = ("q", "k", "p")  # by use_qk_l2norm_in_kernel, where a member has them
+
+
+def check_prologue(name: str, x: Mapping[str, Any], o: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the option that does not fit."""
     if o.get("use_gate_in_kernel"):
         g, A_log, dt_bias = x["g"], o["A_log"], o["dt_bias"]
         if g is None:
@@ -48,15 +48,25 @@ def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict
             raise ValueError(f"{name}: dt_bias must have {axes} = {g.shape[2:].numel()} entries, got {list(dt_bias.shape)}")
         if o["lower_bound"] is not None and o["lower_bound"] >= 0:
             raise ValueError(f"{name}: lower_bound must be negative, got {o['lower_bound']}")
-        x["g"] = activate_gate(g, A_log, dt_bias, o["lower_bound"])
     elif any(o.get(n) is not None for n in ("A_log", "dt_bias", "lower_bound")):
         raise ValueError(f"{name}: A_log, dt_bias and lower_bound need use_gate_in_kernel=True")
     if o.get("use_beta_sigmoid_in_kernel"):
         if x["beta"] is None:
             raise ValueError(f"{name}: use_beta_sigmoid_in_kernel needs beta")
+    elif o.get("allow_neg_eigval"):
+        raise ValueError(f"{name}: allow_neg_eigval needs use_beta_sigmoid_in_kernel=True")
+
+
+def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Any]:
+    """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
+    check_prologue(name, inputs, o)
+    x = dict(inputs)
+    if o.get("use_qk_l2norm_in_kernel"):
+        x.update({n: l2norm(x[n]) for n in NORMALIZED if x.get(n) is not None})
+    if o.get("use_gate_in_kernel"):
+        x["g"] = activate_gate(x["g"], o["A_log"], o["dt_bias"], o["lower_bound"])
+    if o.get("use_beta_sigmoid_in_kernel"):
         x["beta"] = torch.sigmoid(x["beta"].float() if x["beta"].dtype != torch.float64 else x["beta"])
         if o["allow_neg_eigval"]:
             x["beta"] = 2 * x["beta"]
-    elif o.get("allow_neg_eigval"):
-        raise ValueError(f"{name}: allow_neg_eigval needs use_beta_sigmoid_in_kernel=True")
     return x

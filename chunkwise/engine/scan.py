@@ -50,9 +50,8 @@ class Scan:
         gate, rule = Gate.NONE if x.g is None else gate or self.op.gate, rule or self.op.rule
         cell = Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None or x.a is not None)
         c = self.choose(self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, form=self.form, backend=self.backend)
-        o, ST, _ = Recurrence.apply(
-            *x, S0, cu, cpu, gate.value, rule.value, c.plan, c.chunk, scale, precision or self.precision, self.final, grad
-        )
+        run = Recurrence.apply if grad else torch.ops.chunkwise.forward
+        o, ST, _ = run(*x, S0, cu, cpu, gate.value, rule.value, c.plan, c.chunk, scale, precision or self.precision, self.final, grad)
         return o, ST if self.final else None
 
     def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:

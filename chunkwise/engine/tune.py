@@ -189,7 +189,18 @@ def _carry(p: Problem) -> Config:
     return Config(padded(p.K), min(16, padded(p.V)), 8, 1)
 
 
+def _recurrent(p: Problem) -> Config:
+    """2048 numbers of the state a warp, 64 registers a thread; one warp adds up without shared memory where a key has so few channels.
+
+    It does not depend on how many sequences there are: the block decides in which order channels are added.
+    """
+    BK = padded(p.K)
+    BV = min(padded(p.V), max(8, min(64, 2048 // BK)))
+    return Config(BK, BV, max(1, BK * BV // 2048), 1)
+
+
 RULES = {
+    "recurrent": _recurrent,
     "score_bounded": _score_bounded,
     "grad_bounded": _grad_bounded,
     "grad_value": _grad_value,

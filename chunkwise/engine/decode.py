@@ -1,0 +1,266 @@
+"""Decoding: a few tokens of many sequences, their states updated in place in a pool of slots. One launch on a GPU, PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Gate, Op, Rule, Streams, all_ops
+from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
+from .library import STREAMS
+from .problem import problem
+from .prologue import NORMALIZED, check_prologue, prologue
+
+NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "form")
+
+_LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
+_LIBRARY.define(
+    "decode(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor(a!) pool, "
+    "Tensor? cu_seqlens, Tensor? index, Tensor? into, Tensor? accepted, Tensor? parents, Tensor? A_log, Tensor? dt_bias, "
+    "str gate, str rule, float scale, bool v_first, bool norm, bool norm_erase, float? lower_bound, bool sigmoid, float strength) -> Tensor"
+)
+
+
+def _decode(*args: Any) -> Tensor:
+    from .plan_triton import on_device
+    from .stages_triton_recurrent import Raw, States, recurrent
+
+    x = Streams(*args[:STREAMS])
+    pool, cu, index, into, accepted, parents, A_log, bias, gate, rule, scale, v_first, norm, norm_erase, bound, *beta = args[STREAMS:]
+    p = problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee")
+    with on_device(x.q):
+        states = States(pool, pool, v_first, index, into, accepted, parents)
+        return recurrent(p, x, states, Raw(norm, norm_erase, A_log, bias, bound, *beta))
+
+
+def _fake(*args: Any) -> Tensor:
+    q, _, v = args[:3]
+    return q.new_empty(*v.shape)
+
+
+_LIBRARY.impl("decode", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("chunkwise::decode", _fake, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The slots of a step; see `decode`."""
+
+    N: int
+    index: Tensor | None
+    into: Tensor | None
+    accepted: Tensor | None
+    parents: Tensor | None
+    cu_seqlens: Tensor | None
+    v_first: bool
+
+    @property
+    def columns(self) -> int:
+        return 0 if self.into is None else self.into.shape[1]
+
+
+def decode(
+    op: Op | str, inputs: Mapping[str, Tensor | None], pool: Tensor, index: Tensor | None = None, *, into: Tensor | None = None,
+    accepted: Tensor | None = None, parents: Tensor | None = None, cu_seqlens: Tensor | None = None, state_v_first: bool = False,
+    backend: str = "auto", **options: Any,
+) -> Tensor:  # fmt: skip
+    """The next tokens of N sequences: o [N, T, HV, V] in q's dtype; their states in `pool` move on, in place. There is no gradient.
+
+    op: a member or its name. inputs: its tensors by name, [N, T, ...] as for the member's own function, or packed [1, tokens, ...] with
+    `cu_seqlens` [N + 1]; "qkv" [N, T, 2 H K + HV V], one projection, may stand for q, k and v.
+    pool: [slots, HV, K, V], or [slots, HV, V, K] with state_v_first, of float32, bfloat16 or float16 (float64 with float64 inputs); slots
+    may lie further apart than they are long. States are computed in float32 and rounded where they are stored.
+    index: [N] int32 or int64, each sequence's slot; None: sequence i is in slot i. A negative slot: the sequence is skipped, its output
+    is 0. No two sequences may write one slot.
+
+    Several tokens of which some may be rejected: `into` [N, columns], columns >= T, names the slot for the state after each token
+    (negative: not kept); nothing else is stored. With `accepted` [N], index is [N, columns] too: a sequence goes on from slot
+    index[n, accepted[n] - 1], the one its last accepted token left (accepted < 1: skipped), and `into` is `index` unless given.
+    A tree of tokens: `parents` [N, columns], token t goes on from the state after token parents[n, t] < t, which must be kept, or with -1
+    from the sequence's first state.
+
+    options: the member's settings and options that fit here: scale, use_qk_l2norm_in_kernel, use_gate_in_kernel with A_log, dt_bias and
+    lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval. Nothing is read on the host on a GPU: a step can be captured in a CUDA graph.
+    On a GPU it is one kernel for members of one pass whose `lower` only hands tensors on; others are composed of their passes.
+
+    Raises TypeError or ValueError naming the op and the argument whose shape, dtype, device or value does not fit; values of tensors on a
+    GPU are not looked at.
+
+    >>> import torch, chunkwise
+    >>> pool = torch.zeros(8, 2, 4, 4)  # 8 slots of [HV, K, V]
+    >>> x = dict(qkv=torch.randn(3, 1, 24), g=torch.zeros(3, 1, 2), beta=torch.ones(3, 1, 2))
+    >>> chunkwise.decode("gated_delta_rule", x, pool, torch.tensor([5, 2, -1]), use_qk_l2norm_in_kernel=True).shape
+    torch.Size([3, 1, 2, 4])
+    >>> pool.flatten(1).any(1).nonzero().flatten().tolist()
+    [2, 5]
+    """
+    op = _member(op)
+    given = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}
+    for name in options:
+        if name not in given:
+            raise TypeError(f"decode {op.name}: unexpected keyword {name!r}; it takes {', '.join(given) or 'none'}")
+    o = {**given, **options}
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"decode {op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    x = _split(op, inputs, pool, state_v_first)
+    sizes = op.check(x)
+    _check_gradient(op, x, pool)
+    check_prologue(op.name, x, o)
+    query = x[op.query]
+    B, T, device = sizes["B"], sizes["T"], query.device  # type: ignore[union-attr]
+    if cu_seqlens is not None:
+        check_offsets(f"decode {op.name}", cu_seqlens, None, B, T, device)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    into = index if into is None and accepted is not None else into
+    w = Where(N, index, into, accepted, parents, cu_seqlens, state_v_first)
+    _check_pool(op, pool, op.state_shape(sizes, 1)[1:], w, query)  # type: ignore[arg-type]
+    _check_slots(op, pool, w, T)
+    if T == 0 or N == 0:
+        return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])  # type: ignore[union-attr]
+    scale = op.scale if o.get("scale") is None else float(o["scale"])
+    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, pool, sizes)  # type: ignore[arg-type]
+    if backend == "triton" and missing is not None:
+        raise ValueError(f"decode {op.name}: backend='triton' cannot serve this call: {missing}")
+    if missing is not None:
+        from .decode_torch import composed
+
+        return composed(op, x, pool, w, {**o, "backend": backend})
+    s, raw = _streams(op, x, o)
+    scale = s.q.shape[-1] ** -0.5 if scale is None else scale
+    gate = Gate.NONE if s.g is None else op.gate
+    where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
+    return torch.ops.chunkwise.decode(*s, pool, *where, *raw[:2], gate.value, op.rule.value, scale, state_v_first, *raw[2:])
+
+
+def _member(op: Op | str) -> Op:
+    if isinstance(op, Op):
+        return op
+    if op not in all_ops():
+        raise ValueError(f"decode: op must be a member, one of {', '.join(all_ops())}, got {op!r}")
+    return all_ops()[op]
+
+
+def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: bool) -> dict[str, Tensor | None]:
+    """The member's inputs; views of a projection where it is whole."""
+    x = dict(inputs)
+    if "qkv" in x:
+        qkv = x.pop("qkv")
+        if not {"q", "k", "v"} <= set(op.args):
+            raise ValueError(f"decode {op.name}: takes no qkv: its inputs are {', '.join(op.args)}")
+        if any(n in x for n in ("q", "k", "v")):
+            raise ValueError(f"decode {op.name}: give qkv, or q, k and v, not both")
+        if not isinstance(pool, Tensor) or pool.ndim != 4 or op.state != "N HV K V":
+            raise ValueError(f"decode {op.name}: qkv needs a pool [slots, HV, K, V], got {list(getattr(pool, 'shape', []))}")
+        HV, K, V = (pool.shape[i] for i in ((1, 3, 2) if v_first else (1, 2, 3)))
+        if not isinstance(qkv, Tensor) or qkv.ndim != 3 or qkv.shape[2] <= HV * V or (qkv.shape[2] - HV * V) % (2 * K):
+            want = f"[B, T, 2 H K + HV V] with K={K}, HV={HV}, V={V} (from pool)"
+            raise ValueError(f"decode {op.name}: qkv must be {want}, got {list(getattr(qkv, 'shape', []))}")
+        half = (qkv.shape[2] - HV * V) // 2
+        parts = qkv.split((half, half, HV * V), 2)
+        x |= {n: t.unflatten(2, (-1, d)) for n, t, d in zip("qkv", parts, (K, K, V))}
+    for name in x:
+        if name not in op.args:
+            raise TypeError(f"decode {op.name}: unexpected input {name!r}; it takes {', '.join(op.args)}")
+    return {n: x.get(n) for n in op.args}
+
+
+def _check_gradient(op: Op, x: Mapping[str, Tensor | None], pool: Tensor) -> None:
+    for name, t in (*x.items(), ("pool", pool)):
+        if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad:
+            raise ValueError(f"decode {op.name}: has no gradient, and {name} requires one: call it under torch.no_grad()")
+
+
+def _check_pool(op: Op, pool: Any, shape: tuple[int, ...], w: Where, query: Tensor) -> None:
+    if not isinstance(pool, Tensor) or not pool.is_floating_point():
+        raise TypeError(f"decode {op.name}: pool must be a floating tensor, got {getattr(pool, 'dtype', type(pool).__name__)}")
+    if (pool.dtype == torch.float64) != (query.dtype == torch.float64):
+        raise TypeError(f"decode {op.name}: pool must be float64 where {op.query} is, and not elsewhere, got {pool.dtype}")
+    if pool.device != query.device:
+        raise ValueError(f"decode {op.name}: pool is on {pool.device}, {op.query} is on {query.device}")
+    axes = op.state.split()[1:]
+    if w.v_first:
+        axes, shape = [axes[0], axes[2], axes[1]], (shape[0], shape[2], shape[1])
+    if tuple(pool.shape[1:]) != shape or pool.ndim != 4:
+        raise ValueError(f"decode {op.name}: pool must be [slots, {', '.join(axes)}] = [slots, {str(shape)[1:-1]}], got {list(pool.shape)}")
+    if not pool[:1].is_contiguous():
+        raise ValueError(f"decode {op.name}: pool must be dense inside a slot, got strides {list(pool.stride())}")
+    if w.index is None and pool.shape[0] != w.N:
+        raise ValueError(f"decode {op.name}: pool must have a slot for each of {w.N} sequences without an index, got {pool.shape[0]}")
+
+
+def _check_slots(op: Op, pool: Tensor, w: Where, T: int) -> None:
+    tables = {"index": w.index, "into": w.into, "accepted": w.accepted, "parents": w.parents}
+    for name, t in tables.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"decode {op.name}: {name} must be an int32 or int64 tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        if t.device != pool.device:
+            raise ValueError(f"decode {op.name}: {name} is on {t.device}, pool is on {pool.device}")
+        wide = name in ("into", "parents") or (name == "index" and w.accepted is not None)
+        if t.ndim != 1 + wide or t.shape[0] != w.N:
+            want = f"[N, columns] with N={w.N}" if wide else f"[N] = [{w.N}]"
+            raise ValueError(f"decode {op.name}: {name} must be {want}, got {list(t.shape)}")
+        if wide and w.into is not None and t.shape != w.into.shape:
+            raise ValueError(f"decode {op.name}: {name} must have into's shape {list(w.into.shape)}, got {list(t.shape)}")
+    if w.accepted is not None and w.index is None:
+        raise ValueError(f"decode {op.name}: accepted needs index [N, columns]")
+    if w.parents is not None and w.into is None:
+        raise ValueError(f"decode {op.name}: parents needs into [N, columns]: children go on from states that are kept")
+    if w.into is not None and w.cu_seqlens is None and w.columns < T:
+        raise ValueError(f"decode {op.name}: into must have a column for each of T={T} tokens, got {w.columns}")
+    if pool.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(op, pool, w, T)
+
+
+def _check_values(op: Op, pool: Tensor, w: Where, T: int) -> None:
+    """What only the host can tell."""
+    for name, t in (("index", w.index), ("into", w.into)):
+        if t is not None and t.numel() and int(t.max()) >= len(pool):
+            raise ValueError(f"decode {op.name}: {name} must name slots below {len(pool)}, got {int(t.max())}")
+    if w.accepted is not None and w.index is not None and w.N and int(w.accepted.max()) > w.index.shape[1]:
+        raise ValueError(f"decode {op.name}: accepted must be at most index's {w.index.shape[1]} columns, got {int(w.accepted.max())}")
+    if w.cu_seqlens is not None and w.into is not None and w.N and int(w.cu_seqlens.diff().max()) > w.columns:
+        longest = int(w.cu_seqlens.diff().max())
+        raise ValueError(f"decode {op.name}: into must have a column for each of a sequence's {longest} tokens, got {w.columns}")
+    if w.parents is not None:
+        tokens = w.parents if w.cu_seqlens is not None else w.parents[:, :T]
+        if (tokens >= torch.arange(tokens.shape[1])).any():
+            raise ValueError(f"decode {op.name}: parents must name earlier tokens, got {tokens.tolist()}")
+
+
+def _no_kernel(op: Op, query: Tensor, pool: Tensor, sizes: Mapping[str, int]) -> str | None:
+    """Why the one kernel cannot serve, or None."""
+    if query.device.type != "cuda":
+        return f"the tensors are on {query.device.type}, not on a GPU"
+    if not TRITON:
+        return "triton is not installed"
+    if op.passes is not None or op.lower is None:
+        return "it is not one pass of the engine over its lower"
+    if query.dtype == torch.float64:
+        return f"none for {query.dtype}"
+    return None if sizes["K"] <= RECURRENT_WIDEST else f"none for K={sizes['K']} above {RECURRENT_WIDEST} in this version"
+
+
+def _streams(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tuple[Streams, tuple[Any, ...]]:
+    """The engine's streams, and what the kernel is to do to them: (A_log, dt_bias, norm, norm_erase, lower_bound, sigmoid, strength).
+
+    Where `lower` only hands tensors on, they may be raw. Where it computes, its inputs must be ready.
+    """
+    settings = {n: o[n] for n in op.settings}
+    s = op.lower(**x, **settings)  # type: ignore[misc]
+    norm, gate, sigmoid = (bool(o.get(f"use_{n}_in_kernel")) for n in ("qk_l2norm", "gate", "beta_sigmoid"))
+    if not (norm or gate or sigmoid):
+        return s, (None, None, False, False, None, False, 1.0)
+    names = {id(t): n for n, t in x.items() if t is not None}
+    comes = {n: names.get(id(t)) for n, t in s._asdict().items() if t is not None}
+    if not (all(comes.values()) and comes["q"] == "q" and comes["k"] == "k"):
+        return op.lower(**{**prologue(op.name, x, o), **settings}), (None, None, False, False, None, False, 1.0)  # type: ignore[misc]
+    erase = comes.get("a") or comes.get("e")
+    raw = (o["A_log"], o["dt_bias"]) if gate else (None, None)
+    strength = 2.0 if sigmoid and o["allow_neg_eigval"] else 1.0
+    return s, (*raw, norm, norm and erase in NORMALIZED, o["lower_bound"] if gate else None, sigmoid, strength)

@@ -1,0 +1,195 @@
+"""The recurrence token by token, the state in registers: decoding in a pool of states, and short inputs.
+
+    forget   S <- e^g S                        g: none | per head | scalar | per key channel | per value channel
+    write    add    S <- S + k v'
+             delta  S <- S + k x',  x = beta (v - S'e)            BEFORE: S as it was before the token forgot
+             dplr   S <- S + k v' + b x',  x = S'a                S as it was before the token forgot
+    read     o = scale S'q                                        BONUS: S as it was before, and (q u).k v for the token's own pair
+
+A token reads the state once, for o and for x together, and adds to o what it is about to write: o = q e^g S + (q.k) x.
+The tile is [BK, BV], or with V_FIRST [BV, BK], as the state lies in memory: its rows are read whole.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def on_keys(b_x, V_FIRST: tl.constexpr):
+    """[BK] against the tile."""
+    return b_x[None, :] if V_FIRST else b_x[:, None]
+
+
+@triton.jit
+def on_values(b_x, V_FIRST: tl.constexpr):
+    """[BV] against the tile."""
+    return b_x[:, None] if V_FIRST else b_x[None, :]
+
+
+@triton.jit
+def read(b_S, b_x, V_FIRST: tl.constexpr):
+    """S'x [BV]."""
+    return tl.sum(b_S * on_keys(b_x, V_FIRST), 1 if V_FIRST else 0)
+
+
+@triton.jit
+def write(b_S, b_k, b_x, V_FIRST: tl.constexpr):
+    """S + k x'."""
+    return b_S + on_keys(b_k, V_FIRST) * on_values(b_x, V_FIRST)
+
+
+@triton.jit
+def unit(b_x, NORM: tl.constexpr):
+    """x / sqrt(sum of squares + 1e-6), where asked for."""
+    return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6) if NORM else b_x
+
+
+@triton.jit
+def sigmoid(b_x):
+    return 1.0 / (1.0 + tl.exp(-b_x))
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + e^x); below e^-3.5 by its series, whose error is far below a rounding of the result."""
+    b_z = tl.exp(tl.minimum(b_x, 20.0))
+    b_series = b_z * (1.0 - b_z * (0.5 - b_z * (0.33333333 - b_z * (0.25 - b_z * 0.2))))
+    return tl.where(b_x > 20.0, b_x, tl.where(b_z < 0.03, b_series, tl.log(1.0 + b_z)))
+
+
+@triton.jit
+def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
+    """e^g in fp32 of a log decay, or of a raw gate: "softplus" g = -A softplus(g + bias), "bounded" g = bound sigmoid(A (g + bias))."""
+    b_g = b_g.to(tl.float32)
+    if RAW == "softplus":
+        b_g = -A * softplus(b_g + b_bias)
+    elif RAW == "bounded":
+        b_g = bound * sigmoid(A * (b_g + b_bias))
+    return tl.exp(b_g)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "columns"])
+def recurrent_kernel(
+    q, k, v, g, beta, a, b, u, A_log, dt_bias,  # a: whatever erases; g: by GATE
+    S0, ST,  # states of one layout, heads and rows dense inside a slot; without INDEXED slot i is sequence i
+    cu_seqlens, index, into, accepted, parents,
+    o,  # [rows, HV, V]
+    sq, sk, sv, sg, sbeta, sa, sb,  # rows are so far apart
+    s0, sT,  # slots are so far apart
+    T, HV, columns,  # of `into` and `parents`, and of `index` with ACCEPTED
+    scale, bound, strength,  # beta is multiplied by it
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr, GROUP_B: tl.constexpr,
+    GATE: tl.constexpr, RULE: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr, BONUS: tl.constexpr, USE_BETA: tl.constexpr,
+    PACKED: tl.constexpr, V_FIRST: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, INDEXED: tl.constexpr,
+    EACH: tl.constexpr,  # the state after every token t goes to slot into[i_n, t], where that is not negative
+    ACCEPTED: tl.constexpr,  # the first state is in slot index[i_n, accepted[i_n] - 1]; else in index[i_n]
+    TREE: tl.constexpr,  # token t goes on from the state after token parents[i_n, t]; -1: from the first
+    NORM: tl.constexpr, NORM_A: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    ONE: tl.constexpr,  # T is 1
+):  # fmt: skip
+    """One program a (sequence, value head, block of BV values). A negative slot: output 0, nothing read or stored."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_nh = pid // NV
+    i_v = pid - i_nh * NV
+    i_n = i_nh // HV
+    i_hv = i_nh - i_n * HV
+    i_n = i_n.to(tl.int64)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    if PACKED:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+    else:
+        bos = i_n * T
+        Tn = T
+    i_slot = i_n
+    live = i_n >= 0
+    if INDEXED:
+        if ACCEPTED:
+            i_c = tl.load(accepted + i_n).to(tl.int64) - 1
+            live = (i_c >= 0) & (i_c < columns)
+            i_slot = tl.load(index + i_n * columns + i_c, mask=live, other=-1).to(tl.int64)
+        else:
+            i_slot = tl.load(index + i_n).to(tl.int64)
+        live = i_slot >= 0
+    if V_FIRST:
+        o_S = i_hv * (K * V) + o_v[:, None] * K + o_k[None, :]  # [BV, BK]
+    else:
+        o_S = i_hv * (K * V) + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
+    m_S = on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST)
+    if INITIAL:
+        b_S = tl.load(S0 + i_slot * s0 + o_S, mask=m_S & live, other=0.0).to(tl.float32)
+    else:
+        b_S = tl.zeros([BV, BK] if V_FIRST else [BK, BV], tl.float32)
+    if TREE:
+        b_root = b_S
+    A = tl.exp(tl.load(A_log + i_hv).to(tl.float32)) if RAW != "" else 0.0
+    b_bias = 0.0
+    if BIAS:
+        if GATE == "key":
+            b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        else:
+            b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
+    if GATE == "head":
+        b_f = tl.exp(tl.load(g + i_hv).to(tl.float32))
+    if BONUS:
+        b_u = tl.load(u + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+    for t in range(1 if ONE else Tn):
+        row = bos + t
+        b_q = tl.load(q + row * sq + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_k = tl.load(k + row * sk + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+        b_v = tl.load(v + row * sv + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
+        b_q, b_k = unit(b_q, NORM) * scale, unit(b_k, NORM)
+        if TREE:
+            i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
+            if i_p < 0:
+                b_S = b_root
+            elif i_p != t - 1:  # the token before has left its state in the registers
+                tl.debug_barrier()
+                i_s = tl.load(into + i_n * columns + i_p, mask=live & (i_p < t), other=-1).to(tl.int64)
+                b_S = tl.load(ST + i_s * sT + o_S, mask=m_S & (i_s >= 0), other=0.0).to(tl.float32)
+                b_S = tl.where(i_s >= 0, b_S, float("nan"))  # that state was never made, or not kept
+        b_e = b_k
+        if ERASE:
+            b_e = tl.load(a + row * sa + (i_hv // GROUP_A) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+            b_e = unit(b_e, NORM_A)
+        if BEFORE:
+            b_x = read(b_S, b_e, V_FIRST)  # [BV]
+        if BONUS:
+            b_o = read(b_S, b_q, V_FIRST)  # [BV]
+        if GATE == "head":
+            b_S *= b_f
+        elif GATE == "scalar":
+            b_S *= forgets(tl.load(g + row * sg + i_hv), A, b_bias, bound, RAW)
+        elif GATE == "key":
+            b_g = tl.load(g + row * sg + i_hv * K + o_k, mask=m_k, other=0.0)
+            b_S *= on_keys(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
+        elif GATE == "value":
+            b_g = tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0)
+            b_S *= on_values(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
+        if not BONUS:
+            b_o = read(b_S, b_q, V_FIRST)
+        if RULE == "delta":
+            if not BEFORE:
+                b_x = read(b_S, b_e, V_FIRST)
+            b_w = b_v - b_x  # what is written along k
+            if USE_BETA:
+                b_beta = tl.load(beta + row * sbeta + i_hv).to(tl.float32)
+                b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
+        else:
+            b_w = b_v
+        b_o += tl.sum(b_q * b_u * b_k if BONUS else b_q * b_k, 0) * b_w
+        b_S = write(b_S, b_k, b_w, V_FIRST)
+        if RULE == "dplr":
+            b_b = tl.load(b + row * sb + (i_hv // GROUP_B) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+            b_o += tl.sum(b_q * b_b, 0) * b_x
+            b_S = write(b_S, b_b, b_x, V_FIRST)
+        tl.store(o + (row * HV + i_hv) * V + o_v, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=m_v)
+        if EACH:
+            b_s = b_S.to(ST.dtype.element_ty)
+            b_S = b_s.to(tl.float32)  # the next token goes on from what was stored, as it would in a step of its own
+            i_s = tl.load(into + i_n * columns + t, mask=live & (t < columns), other=-1).to(tl.int64)
+            tl.store(ST + i_s * sT + o_S, b_s, mask=m_S & (i_s >= 0))
+    if FINAL:
+        tl.store(ST + i_slot * sT + o_S, b_S.to(ST.dtype.element_ty), mask=m_S & live)

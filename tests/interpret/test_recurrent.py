@@ -1,0 +1,173 @@
+"""The recurrent kernel against the torch recurrence, in Triton's interpreter: every gate and rule, every place a state can be in."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from chunkwise.engine import plan_recurrent_triton, recurrent
+from chunkwise.engine.problem import Problem, problem
+from chunkwise.engine.prologue import activate_gate, l2norm
+from chunkwise.engine.stages_triton_recurrent import NOTHING, Raw, States
+from chunkwise.engine.stages_triton_recurrent import recurrent as launch
+from chunkwise.spec import Gate, Rule, Streams
+
+B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18
+CELLS = [(g, r, "") for g in Gate for r in Rule] + [
+    (Gate.KEY, Rule.ADD, "bonus"), (Gate.KEY, Rule.DELTA, "erase key"), (Gate.SCALAR, Rule.DELTA, "erase key before it forgets"),
+    (Gate.VALUE, Rule.DELTA, "erase key before it forgets"),
+]  # fmt: skip
+cells = pytest.mark.parametrize("gate, rule, reader", CELLS, ids=[f"{g} {r} {x}".strip() for g, r, x in CELLS])
+
+
+def streams(gate: Gate, rule: Rule, reader: str = "", dtype: torch.dtype = torch.float32, rows=(B, T), strong: float = 1.0) -> Streams:
+    """Unit keys, gates of about -0.8, write strengths in (0, 1); q, k and v are parts of one projection, padded with NaN."""
+    r = torch.Generator().manual_seed(0)
+    rand = lambda *s: torch.randn(*rows, *s, generator=r)
+    unit = lambda heads: F.normalize(rand(heads, K), dim=-1)
+    wide = torch.full((*rows, 2 * H * K + HV * V + 3), float("nan"))
+    parts = [wide[..., a : a + h * d].unflatten(-1, (h, d)) for a, h, d in ((0, H, K), (H * K, H, K), (2 * H * K, HV, V))]
+    for part, t in zip(parts, (unit(H), unit(H), rand(HV, V))):
+        part.copy_(t)
+    shapes = {Gate.SCALAR: (HV,), Gate.KEY: (HV, K), Gate.VALUE: (HV, V)}
+    g = None if gate is Gate.NONE else F.logsigmoid(torch.randn(HV, generator=r) if gate is Gate.HEAD else rand(*shapes[gate])) * strong
+    q, k, v = wide.to(dtype)[..., : 2 * H * K + HV * V].split((H * K, H * K, HV * V), -1)
+    x = Streams(q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), g)
+    if rule is Rule.DELTA:
+        x = x._replace(beta=torch.rand(*rows, HV, generator=r).to(dtype))
+    if rule is Rule.DPLR:
+        a = unit(HV)
+        x = x._replace(a=a.to(dtype), b=(-0.7 * a[:, :, :H]).to(dtype))
+    own = {"bonus": ("u", torch.rand(HV, K, generator=r)), "erase key": ("e", unit(HV)), "erase key before it forgets": ("a", unit(H))}
+    return x if not reader else x._replace(**{own[reader][0]: own[reader][1].to(torch.float32 if reader == "bonus" else dtype)})
+
+
+def posed(x: Streams, gate: Gate, rule: Rule, cu=None) -> Problem:
+    return problem(x, cu, cu, gate=gate, rule=rule, chunk=16, scale=K**-0.5, precision="ieee")
+
+
+def double(x: Streams) -> Streams:
+    return Streams(*(None if t is None else t.double() for t in x))
+
+
+def check(got: torch.Tensor, same: torch.Tensor, true: torch.Tensor) -> None:
+    """No worse than twice the torch recurrence in the same dtype, and a rounding."""
+    error = lambda t: (t.double() - true).norm()
+    assert got.shape == true.shape and got.isfinite().all()
+    assert error(got) <= 2 * (error(same) + torch.finfo(got.dtype).eps * true.norm())
+
+
+def check_form(x: Streams, gate: Gate, rule: Rule, S0=None, cu=None) -> None:
+    p, p64, x64 = posed(x, gate, rule, cu), posed(double(x), gate, rule, cu), double(x)
+    true = recurrent.forward(p64, x64, None if S0 is None else S0.double(), final=True, save=False)
+    same = recurrent.forward(p, x, S0, final=True, save=False)
+    got = plan_recurrent_triton.forward(p, x, S0, final=True, save=False)
+    for mine, torchs, right in zip(got[:2], same, true):
+        check(mine, torchs, right)
+
+
+def states(n: int, v_first: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    S = torch.randn(n, HV, *((V, K) if v_first else (K, V)), generator=torch.Generator().manual_seed(1))
+    return S.to(dtype)
+
+
+@cells
+def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
+    check_form(streams(gate, rule, reader), gate, rule, states(B))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bits_are_read_and_written(dtype):
+    check_form(streams(Gate.KEY, Rule.DELTA, dtype=dtype), Gate.KEY, Rule.DELTA)
+
+
+@pytest.mark.parametrize("strong", [0.0, 60.0, 1e4, float("inf")])
+@pytest.mark.parametrize("gate", [Gate.SCALAR, Gate.KEY], ids=str)
+def test_gates_of_any_size_are_exact(gate, strong):
+    x = streams(gate, Rule.DELTA)
+    check_form(x._replace(g=torch.full_like(x.g, -strong)), gate, Rule.DELTA, states(B))
+
+
+def test_packed_sequences_are_separate_ones():
+    cu = torch.tensor([0, 1, 1, 7, 10], dtype=torch.int32)
+    check_form(streams(Gate.SCALAR, Rule.DELTA, rows=(1, 10)), Gate.SCALAR, Rule.DELTA, states(4), cu)
+
+
+def pooled(x: Streams, gate: Gate, rule: Rule, pool: torch.Tensor, raw: Raw = NOTHING, cu=None, **where) -> torch.Tensor:
+    """The kernel in a pool."""
+    return launch(posed(x, gate, rule, cu), x, States(pool, pool, **where), raw)
+
+
+def alone(x: Streams, gate: Gate, rule: Rule, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel from states [N, HV, K, V], out of place."""
+    o, ST, _ = plan_recurrent_triton.forward(posed(x, gate, rule), x, S, final=True, save=False)
+    return o, ST
+
+
+def at(x: Streams, t: slice, per_token=("q", "k", "v", "g", "beta", "a", "b", "e")) -> Streams:
+    return x._replace(**{n: getattr(x, n)[:, t] for n in per_token if getattr(x, n) is not None})
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["keys first", "values first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pool_is_updated_in_its_slots_and_nowhere_else(v_first, dtype):
+    x = streams(Gate.KEY, Rule.DELTA)
+    whole = torch.full((5, HV + 1, K * V), float("nan"), dtype=dtype)  # slots lie further apart than they are long
+    pool = whole[:, :HV].unflatten(-1, (V, K) if v_first else (K, V))
+    pool[3] = states(5, v_first, dtype)[3]
+    o = pooled(x, Gate.KEY, Rule.DELTA, pool, v_first=v_first, slots=torch.tensor([3, -1], dtype=torch.int32))
+    S = states(5, v_first, dtype)[3:4].float()
+    want, ST = alone(Streams(*(None if t is None else t[:1] for t in x)), Gate.KEY, Rule.DELTA, S.mT.contiguous() if v_first else S)
+    torch.testing.assert_close(o[:1], want, rtol=1e-5, atol=1e-6)
+    assert (o[1] == 0).all()
+    torch.testing.assert_close(pool[3], (ST[0].mT if v_first else ST[0]).to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    assert whole[[0, 1, 2, 4]].isnan().all() and whole[3, HV].isnan().all()
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("gate", [Gate.SCALAR, Gate.KEY], ids=str)
+def test_raw_streams_are_prepared_on_the_way(gate, bound):
+    x = streams(gate, Rule.DELTA, strong=3.0, rows=(B, 1))
+    signs = torch.tensor([1.0, -1.0, 9.0, -9.0, 0.1, 0.0]).view(HV, *[1] * (x.g.ndim - 3))
+    x = x._replace(q=3 * x.q, k=x.k - 0.2, beta=x.beta - 0.5, g=x.g * signs)
+    A_log, bias = torch.linspace(-2, 2, HV), torch.linspace(-3, 1, HV * (K if gate is Gate.KEY else 1))
+    S, g = states(B), activate_gate(x.g, A_log, bias, bound)
+    ready = x._replace(q=l2norm(x.q), k=l2norm(x.k), g=g, beta=2 * torch.sigmoid(x.beta))
+    p64 = posed(double(x), gate, Rule.DELTA)
+    true = recurrent.forward(p64, double(ready), S.double(), final=True, save=False)
+    same = recurrent.forward(posed(x, gate, Rule.DELTA), ready, S, final=True, save=False)
+    pool = S.clone()
+    raw = Raw(True, False, A_log, bias, bound, True, 2.0)
+    check(pooled(x, gate, Rule.DELTA, pool, raw), same[0], true[0])
+    check(pool, same[1], true[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rejected_drafts_leave_no_trace(dtype):
+    """The states after each token are kept; going on from that after the last accepted one is never having seen the others."""
+    gate, rule = Gate.SCALAR, Rule.DELTA
+    x, pool = streams(gate, rule), torch.full((12, HV, K, V), float("nan"), dtype=dtype)
+    table = torch.arange(10, dtype=torch.int32).view(B, T) + 1
+    pool[table[:, 0].long()] = states(B, dtype=dtype)
+    plain = pool[table[:, 0].long()].clone()
+    o = pooled(x, gate, rule, pool, slots=table, into=table, accepted=torch.tensor([1, 1]))
+    want = [pooled(at(x, slice(t, t + 1)), gate, rule, plain) for t in range(2)]
+    assert torch.equal(o[:, :2], torch.cat(want, 1))
+    more = at(x, slice(3, 4))
+    after = pooled(more, gate, rule, pool, slots=table, into=table, accepted=torch.tensor([2, 0]))
+    assert torch.equal(after[:1], pooled(more, gate, rule, plain)[:1]) and (after[1] == 0).all()
+
+
+def test_a_tree_of_drafts_follows_each_parent():
+    gate, rule = Gate.KEY, Rule.DELTA
+    x, pool = streams(gate, rule), torch.full((11, HV, K, V), float("nan"))
+    pool[:2] = states(B)
+    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, -1, 3]], dtype=torch.int32)
+    into = torch.arange(10).view(B, T) + 1
+    into[0] = torch.tensor([0, 2, 3, 4, 5])  # a sequence's own slot may be among them
+    o = pooled(x, gate, rule, pool, slots=torch.tensor([0, 1]), into=into, parents=parents)
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for t in range(T):
+        S = torch.stack([states(B)[n] if parents[n, t] < 0 else made[parents[n, t]][1][n] for n in range(B)])
+        made.append(alone(at(x, slice(t, t + 1)), gate, rule, S))
+        assert torch.equal(o[:, t], made[-1][0][:, 0])
+        assert all(torch.equal(pool[into[n, t]], made[-1][1][n]) for n in range(B) if into[n, t] not in into[n, t + 1 :])

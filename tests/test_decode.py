@@ -1,0 +1,222 @@
+"""A decode step against the member's recurrent form: a step is the form from the slot's state, and nothing else changes."""
+
+import re
+
+import oracle
+import pytest
+import torch
+from oracle import OPS, Case, ids, make
+
+from chunkwise import decode
+from chunkwise.spec import Op, Rule, Streams
+
+every = pytest.mark.parametrize("op", OPS, ids=ids)
+N, SLOTS = 3, 6
+LANES = torch.tensor([4, -1, 1])  # slots of the three sequences; the second is a padded lane
+BASIC = next(op for op in OPS if op.rule is Rule.DELTA and op.lower is Streams)
+SEVERAL = next(op for op in OPS if op.lower is None)  # passes of the engine
+
+
+def drawn(op: Op, T: int = 1, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Inputs of three sequences, the second of NaN; a pool of states, of which slots 4 and 1 are states and the others NaN."""
+    call = make(op, Case(B=N, T=T, H=2, n=2, K=5, V=6), dtype)
+    x = {n: t.detach() for n, t in call.x.items()}
+    for n, t in x.items():
+        if op.args[n].per_token:
+            t[1] = float("nan")
+    pool = torch.full((SLOTS, *call.S0.shape[1:]), float("nan"), device=oracle.DEVICE)
+    pool[4], pool[1] = call.S0.detach()[0], call.S0.detach()[2]
+    return x, pool
+
+
+def lanes(op: Op, x: dict[str, torch.Tensor], n: int, t: slice = slice(None)) -> dict[str, torch.Tensor]:
+    return {name: z[n : n + 1, t] if op.args[name].per_token else z for name, z in x.items()}
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Within a few roundings: the same sums in another order."""
+    assert got.shape == want.shape and (got.double() - want.double()).norm() <= 16 * torch.finfo(got.dtype).eps * want.double().norm()
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal on a CPU, where both are the same operations; on a GPU the step prepares its streams in float32, all in one kernel."""
+    if got.device.type == "cpu":
+        assert torch.equal(got, want)
+    near(got, want)
+
+
+@every
+@pytest.mark.parametrize("v_first", [False, True], ids=["keys first", "values first"])
+def test_a_step_is_the_recurrent_form_in_a_slot(op, v_first):
+    x, pool = drawn(op, T=2)
+    pool = pool.mT.contiguous() if v_first else pool
+    before, index = pool.clone(), LANES.to(oracle.DEVICE)
+    o = decode(op, x, pool, index, state_v_first=v_first)
+    for n, slot in ((0, 4), (2, 1)):
+        want, S = op(
+            lanes(op, x, n), initial_state=before[slot : slot + 1], output_final_state=True, form="recurrent", state_v_first=v_first
+        )
+        same(o[n : n + 1], want)
+        same(pool[slot], S[0])
+    assert (o[1] == 0).all()
+    assert pool[[0, 2, 3, 5]].isnan().all()
+
+
+@every
+def test_rejected_drafts_leave_no_trace(op):
+    """Four tokens at once, two accepted, then another: what one by one would have given; states in half precision round alike."""
+    x, pool = drawn(op, T=5)
+    pool = pool.to(torch.bfloat16)
+    S, index = pool.clone(), LANES.to(oracle.DEVICE)
+    table = torch.arange(N * 4, dtype=torch.int32, device=oracle.DEVICE).view(N, 4) + SLOTS
+    table[1] = -1
+    pool = torch.cat((pool, torch.full_like(pool[:1], float("nan")).expand(N * 4, -1, -1, -1)))
+    pool[table[0, 0]], pool[table[2, 0]] = S[4], S[1]
+    one = torch.ones(N, dtype=torch.int64, device=oracle.DEVICE)
+    drafts = {n: z[:, :4] if op.args[n].per_token else z for n, z in x.items()}
+    o = decode(op, drafts, pool, table, accepted=one)
+    last = {n: z[:, 4:] if op.args[n].per_token else z for n, z in x.items()}
+    after = decode(op, last, pool, table, accepted=2 * one)
+    want = [decode(op, {n: z[:, t : t + 1] if op.args[n].per_token else z for n, z in x.items()}, S, index) for t in (0, 1, 4)]
+    assert torch.equal(o[:, :2], torch.cat(want[:2], 1)) and torch.equal(after, want[2])
+
+
+@every
+def test_a_tree_of_drafts_follows_each_parent(op):
+    x, pool = drawn(op, T=4)
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, -1, -1, -1], [-1, -1, 1, 0]], device=oracle.DEVICE)
+    into = torch.arange(N * 4, device=oracle.DEVICE).view(N, 4) + SLOTS
+    pool = torch.cat((pool, torch.full_like(pool[:1], float("nan")).expand(N * 4, -1, -1, -1)))
+    before = pool.clone()
+    o = decode(op, x, pool, LANES.to(oracle.DEVICE), into=into, parents=parents)
+    for n, slot in ((0, 4), (2, 1)):
+        made = [before[slot : slot + 1]]
+        for t in range(4):
+            S = made[int(parents[n, t]) + 1].clone()
+            assert torch.equal(decode(op, lanes(op, x, n, slice(t, t + 1)), S), o[n : n + 1, t : t + 1])
+            assert torch.equal(pool[into[n, t]], S[0])
+            made.append(S)
+    assert pool[into[1]].isnan().all() and torch.equal(pool[[4, 1]], before[[4, 1]])
+
+
+@every
+def test_packed_sequences_are_separate_ones(op):
+    call = make(op, Case(T=6, H=2, K=4, V=4), torch.float32)
+    x = {n: t.detach() for n, t in call.x.items()}
+    cu = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32, device=oracle.DEVICE)
+    index = torch.tensor([2, 0, -1, 3], device=oracle.DEVICE)
+    S = op.draw_state(call.case.sizes, 5).to(oracle.DEVICE)
+    pool, wide = S.clone(), torch.cat((S, torch.full_like(S[:1], float("nan")).expand(12, -1, -1, -1)))
+    o = decode(op, x, pool, index, cu_seqlens=cu)
+    into = torch.arange(12, device=oracle.DEVICE).view(4, 3) + 5
+    each = decode(op, x, wide, index, into=into, cu_seqlens=cu)
+    near(each, o)
+    for n, (a, b) in enumerate(((0, 1), (1, 1), (1, 4), (4, 6))):
+        if b > a and index[n] >= 0:
+            alone = S[index[n] : index[n] + 1].clone()
+            want = decode(op, {m: z[:, a:b] if op.args[m].per_token else z for m, z in x.items()}, alone)
+            near(o[:, a:b], want)
+            near(pool[index[n]], alone[0])
+            near(wide[into[n, b - a - 1]], alone[0])
+    near(pool[0], S[0])  # no tokens: the state it was, however often the member takes it apart and puts it together
+    assert (o[:, 1:4] == 0).all() and torch.equal(pool[[1, 4]], S[[1, 4]])
+    assert wide[into[2]].isnan().all() and wide[into[0, 1:]].isnan().all() and torch.equal(wide[:5], S)
+
+
+def raw(op: Op, x: dict[str, torch.Tensor]) -> dict[str, object]:
+    """Options that leave everything to the step."""
+    o: dict[str, object] = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
+    if "use_gate_in_kernel" in o:
+        heads = x["g"].shape[2:]
+        o |= {"A_log": torch.linspace(-1, 1, heads[0]), "dt_bias": torch.linspace(-1, 1, heads.numel()), "lower_bound": -3.0}
+    return {n: v.to(oracle.DEVICE) if isinstance(v, torch.Tensor) else v for n, v in o.items()}
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "use_qk_l2norm_in_kernel" in op.defaults], ids=ids)
+def test_raw_streams_are_prepared_on_the_way(op):
+    x, pool = drawn(op)
+    x, S = {n: z[:1] if op.args[n].per_token else z for n, z in x.items()}, pool[4:5].clone()
+    want, ST = op(x, initial_state=S, output_final_state=True, form="recurrent", backend="torch", **raw(op, x))
+    same(decode(op, x, S, **raw(op, x)), want)
+    same(S, ST)
+
+
+def test_one_projection_stands_for_q_k_and_v():
+    x, pool = drawn(BASIC)
+    other, index = pool.clone(), LANES.to(oracle.DEVICE)
+    qkv = torch.cat([x[n].flatten(2) for n in "qkv"], 2)
+    o = decode(BASIC.name, dict(qkv=qkv, g=x["g"], beta=x["beta"]), pool, index)
+    assert torch.equal(o, decode(BASIC, x, other, index)) and torch.equal(pool[[1, 4]], other[[1, 4]])
+
+
+def test_slots_may_lie_further_apart_than_they_are_long():
+    x, pool = drawn(BASIC)
+    wide = torch.full((SLOTS, 7, *pool.shape[2:]), float("nan"), device=oracle.DEVICE)
+    wide[:, :4] = pool
+    assert torch.equal(decode(BASIC, x, wide[:, :4], LANES.to(oracle.DEVICE)), decode(BASIC, x, pool, LANES.to(oracle.DEVICE)))
+    assert torch.equal(wide[[1, 4], :4], pool[[1, 4]]) and wide[:, 4:].isnan().all()
+
+
+@pytest.mark.parametrize("op", [BASIC, SEVERAL], ids=ids)
+def test_a_step_compiles_whole(op):
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, pool, index: decode(op, x, pool, index) * 2, fullgraph=True, backend="aot_eager")
+    x, pool = drawn(op)
+    other, index = pool.clone(), LANES.to(oracle.DEVICE)
+    assert torch.equal(step(x, pool, index), decode(op, x, other, index) * 2) and torch.equal(pool[[1, 4]], other[[1, 4]])
+
+
+@pytest.mark.skipif("oracle.DEVICE.type != 'cuda'", reason="CUDA graphs need a GPU")
+@every
+def test_a_step_can_be_captured(op):
+    x, pool = drawn(op)
+    index = LANES.to(oracle.DEVICE)
+    decode(op, x, pool.clone(), index)
+    first = pool.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode(op, x, pool, index)
+    pool.copy_(first)
+    for _ in range(2):
+        graph.replay()
+        want = decode(op, x, first, index)
+        assert torch.equal(o, want) and torch.equal(pool[[1, 4]], first[[1, 4]])
+
+
+WRONG = {
+    "no such member": (dict(op="gru"), "op must be a member, one of abc"),
+    "a keyword of the form": (dict(initial_state=None), "unexpected keyword 'initial_state'"),
+    "an unknown input": (dict(inputs=dict(z=torch.zeros(1))), "unexpected input 'z'"),
+    "pool of whole numbers": (dict(pool=torch.zeros(6, 4, 5, 6, dtype=torch.int32)), "pool must be a floating tensor, got torch.int32"),
+    "the other layout": (dict(state_v_first=True), r"pool must be [slots, HV, V, K] = [slots, 4, 6, 5], got [6, 4, 5, 6]"),
+    "a turned pool": (dict(pool=torch.zeros(6, 4, 6, 5).mT), "pool must be dense inside a slot, got strides [120, 30, 1, 5]"),
+    "no index": (dict(index=None), "pool must have a slot for each of 3 sequences without an index, got 6"),
+    "index of floats": (dict(index=torch.zeros(3)), "index must be an int32 or int64 tensor, got torch.float32"),
+    "index too short": (dict(index=torch.zeros(2, dtype=torch.int64)), "index must be [N] = [3], got [2]"),
+    "index too high": (dict(index=torch.tensor([0, 6, 1])), "index must name slots below 6, got 6"),
+    "accepted of one column": (dict(accepted=torch.ones(3, dtype=torch.int64)), "index must be [N, columns] with N=3, got [3]"),
+    "parents without into": (dict(parents=torch.zeros(3, 1, dtype=torch.int64)), "parents needs into"),
+    "a parent of its own": (
+        dict(into=torch.zeros(3, 1, dtype=torch.int64), parents=torch.zeros(3, 1, dtype=torch.int64)), "parents must name earlier tokens"
+    ),
+    "into too narrow": (dict(into=torch.zeros(3, 0, dtype=torch.int64)), "into must have a column for each of T=1 tokens, got 0"),
+    "gate without its parameters": (dict(use_gate_in_kernel=True), "A_log must be [HV] with HV=4, got None"),
+    "triton on a CPU": (dict(backend="triton"), "backend='triton' cannot serve this call: the tensors are on cpu"),
+    "qkv of no size": (dict(inputs=dict(qkv=torch.zeros(3, 1, 30))), "qkv must be [B, T, 2 H K + HV V] with K=5, HV=4, V=6 (from pool)"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="values of tensors on a GPU are not looked at")
+@pytest.mark.parametrize("changed, says", WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused_by_name(changed, says):
+    x, pool = drawn(BASIC)
+    call = dict(op=BASIC, inputs=x, pool=pool, index=LANES)
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+        decode(**{**call, **changed})
+
+
+def test_a_gradient_is_refused():
+    x, pool = drawn(BASIC)
+    x["v"].requires_grad_()
+    with pytest.raises(ValueError, match="has no gradient, and v requires one"):
+        decode(BASIC, x, pool, LANES.to(oracle.DEVICE))
