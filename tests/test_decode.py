@@ -137,6 +137,9 @@ def test_raw_streams_are_prepared_on_the_way(op):
     x, pool = drawn(op)
     x, S = {n: z[:1] if op.args[n].per_token else z for n, z in x.items()}, pool[4:5].clone()
     want, ST = op(x, initial_state=S, output_final_state=True, form="recurrent", backend="torch", **raw(op, x))
+    form = op(x, initial_state=S, output_final_state=True, form="recurrent", **raw(op, x))
+    same(form[0], want)
+    same(form[1], ST)
     same(decode(op, x, S, **raw(op, x)), want)
     same(S, ST)
 

@@ -95,8 +95,11 @@ def test_packed_sequences_build_too():
 
 @pytest.mark.parametrize("arch", SERVED)
 def test_the_recurrent_form_builds_for_every_card(arch):
-    made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("one token",), packed=(arch == "sm_90",))
+    made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",)) + build(
+        arch, "kda", sizes=((128, 128),), ways=("one token",), packed=(True,)
+    )
     assert {b.kernel for b in made} == {"recurrent_kernel"}
+    assert {(b.switches["RAW"], b.switches["V_FIRST"]) for b in made} >= {("softplus", True), ("", False)}
     check(made)
 
 
@@ -104,7 +107,8 @@ def test_the_recurrent_form_builds_for_every_card(arch):
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_member_s_recurrent_form_builds_for_every_card(arch):
     options = dict(dtypes=("bfloat16", "float32"), sizes=((64, 64), (128, 128), (256, 512)), groups=(1, 4))
-    check([b for b in build(arch, ways=("one token", "first token"), packed=(False, True), **options) if b.kernel == "recurrent_kernel"])
+    made = build(arch, ways=("one token", "first token", "decoding"), packed=(False, True), **options)
+    check([b for b in made if b.kernel == "recurrent_kernel"])
 
 
 @pytest.mark.compile

@@ -11,30 +11,28 @@ from torch import Tensor
 
 from ..spec import Gate, Op, Rule, Streams, all_ops
 from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
-from .library import STREAMS
+from .library import STREAM_INPUTS, STREAMS
 from .problem import problem
-from .prologue import NORMALIZED, check_prologue, prologue
+from .prologue import check_prologue
+from .raw import RAW, Raw, raw_streams
 
 NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "form")
 
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
-_LIBRARY.define(
-    "decode(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor(a!) pool, "
-    "Tensor? cu_seqlens, Tensor? index, Tensor? into, Tensor? accepted, Tensor? parents, Tensor? A_log, Tensor? dt_bias, "
-    "str gate, str rule, float scale, bool v_first, bool norm, bool norm_erase, float? lower_bound, bool sigmoid, float strength) -> Tensor"
-)
+_WHERE = "Tensor? cu_seqlens, Tensor? index, Tensor? into, Tensor? accepted, Tensor? parents, bool v_first"
+_LIBRARY.define(f"decode({STREAM_INPUTS}, Tensor(a!) pool, {_WHERE}, str gate, str rule, float scale, {RAW}) -> Tensor")
 
 
-def _decode(*args: Any) -> Tensor:
+def step(*args: Any) -> Tensor:
+    """chunkwise::decode on a GPU."""
     from .plan_triton import on_device
-    from .stages_triton_recurrent import Raw, States, recurrent
+    from .stages_triton_recurrent import States, recurrent
 
     x = Streams(*args[:STREAMS])
-    pool, cu, index, into, accepted, parents, A_log, bias, gate, rule, scale, v_first, norm, norm_erase, bound, *beta = args[STREAMS:]
+    pool, cu, index, into, accepted, parents, v_first, gate, rule, scale, *raw = args[STREAMS:]
     p = problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee")
     with on_device(x.q):
-        states = States(pool, pool, v_first, index, into, accepted, parents)
-        return recurrent(p, x, states, Raw(norm, norm_erase, A_log, bias, bound, *beta))
+        return recurrent(p, x, States(pool, pool, v_first, index, into, accepted, parents), Raw(*raw))
 
 
 def _fake(*args: Any) -> Tensor:
@@ -42,7 +40,7 @@ def _fake(*args: Any) -> Tensor:
     return q.new_empty(*v.shape)
 
 
-_LIBRARY.impl("decode", _decode, "CompositeExplicitAutograd")
+_LIBRARY.impl("decode", step, "CompositeExplicitAutograd")
 torch.library.register_fake("chunkwise::decode", _fake, lib=_LIBRARY)
 
 
@@ -129,11 +127,11 @@ def decode(
         from .decode_torch import composed
 
         return composed(op, x, pool, w, {**o, "backend": backend})
-    s, raw = _streams(op, x, o)
+    s, raw = raw_streams(op, x, o)
     scale = s.q.shape[-1] ** -0.5 if scale is None else scale
     gate = Gate.NONE if s.g is None else op.gate
     where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
-    return torch.ops.chunkwise.decode(*s, pool, *where, *raw[:2], gate.value, op.rule.value, scale, state_v_first, *raw[2:])
+    return torch.ops.chunkwise.decode(*s, pool, *where, state_v_first, gate.value, op.rule.value, scale, *raw)
 
 
 def _member(op: Op | str) -> Op:
@@ -235,7 +233,7 @@ def _check_values(op: Op, pool: Tensor, w: Where, T: int) -> None:
 
 def _no_kernel(op: Op, query: Tensor, pool: Tensor, sizes: Mapping[str, int]) -> str | None:
     """Why the one kernel cannot serve, or None."""
-    if query.device.type != "cuda":
+    if query.device.type not in ("cuda", "meta"):  # tensors without contents stand for a GPU's
         return f"the tensors are on {query.device.type}, not on a GPU"
     if not TRITON:
         return "triton is not installed"
@@ -244,23 +242,3 @@ def _no_kernel(op: Op, query: Tensor, pool: Tensor, sizes: Mapping[str, int]) ->
     if query.dtype == torch.float64:
         return f"none for {query.dtype}"
     return None if sizes["K"] <= RECURRENT_WIDEST else f"none for K={sizes['K']} above {RECURRENT_WIDEST} in this version"
-
-
-def _streams(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tuple[Streams, tuple[Any, ...]]:
-    """The engine's streams, and what the kernel is to do to them: (A_log, dt_bias, norm, norm_erase, lower_bound, sigmoid, strength).
-
-    Where `lower` only hands tensors on, they may be raw. Where it computes, its inputs must be ready.
-    """
-    settings = {n: o[n] for n in op.settings}
-    s = op.lower(**x, **settings)  # type: ignore[misc]
-    norm, gate, sigmoid = (bool(o.get(f"use_{n}_in_kernel")) for n in ("qk_l2norm", "gate", "beta_sigmoid"))
-    if not (norm or gate or sigmoid):
-        return s, (None, None, False, False, None, False, 1.0)
-    names = {id(t): n for n, t in x.items() if t is not None}
-    comes = {n: names.get(id(t)) for n, t in s._asdict().items() if t is not None}
-    if not (all(comes.values()) and comes["q"] == "q" and comes["k"] == "k"):
-        return op.lower(**{**prologue(op.name, x, o), **settings}), (None, None, False, False, None, False, 1.0)  # type: ignore[misc]
-    erase = comes.get("a") or comes.get("e")
-    raw = (o["A_log"], o["dt_bias"]) if gate else (None, None)
-    strength = 2.0 if sigmoid and o["allow_neg_eigval"] else 1.0
-    return s, (*raw, norm, norm and erase in NORMALIZED, o["lower_bound"] if gate else None, sigmoid, strength)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..spec import Form, Gate, Output, Rule, Streams
 from . import library  # noqa: F401  (registers the operators)
-from .prologue import prologue
+from .problem import given
+from .prologue import check_prologue, prologue
 
 if TYPE_CHECKING:
     from ..spec import Op
@@ -131,10 +132,11 @@ def _check_state(op: Op, S0: Any, shape: tuple[int, ...], v_first: bool, device:
 
 def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any], choose: Any = choose) -> Output:
     """A public call: options checked, prologue, lowering, the member's passes, and the pair the caller gets."""
+    from .raw import recurrent_form
     from .scan import Scan
 
-    x = {**prologue(op.name, inputs, o), **{n: o[n] for n in op.settings}}
-    B, T, device = sizes["B"], sizes["T"], x[op.query].device
+    check_prologue(op.name, inputs, o)
+    B, T, device = sizes["B"], sizes["T"], given(inputs[op.query]).device
     cu, cpu, S0 = o["cu_seqlens"], o["cu_seqlens_cpu"], o["initial_state"]
     if cu is not None:
         check_offsets(op.name, cu, cpu, B, T, device)
@@ -146,5 +148,9 @@ def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o
         _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
         S0 = S0.mT if o["state_v_first"] else S0
     scan = Scan(op, choose, o["form"], o["backend"], o["chunk_size"], o["precision"], o["scale"], bool(o["output_final_state"]), cu, cpu)
-    out, ST = op.passes(scan, S0, **x) if op.passes is not None else scan((op.lower or Streams)(**x), S0)
+    made = recurrent_form(scan, inputs, S0, o)
+    if made is None:
+        x = {**prologue(op.name, inputs, o), **{n: o[n] for n in op.settings}}
+        made = op.passes(scan, S0, **x) if op.passes is not None else scan((op.lower or Streams)(**x), S0)
+    out, ST = made
     return out, ST.mT if ST is not None and o["state_v_first"] else ST

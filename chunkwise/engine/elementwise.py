@@ -221,6 +221,7 @@ def scan(x: Tensor, g: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | No
     Returns all h [B, T, ...] in x's dtype, and each sequence's last [N, ...] in float32 (float64 for float64 inputs). Differentiable.
     """
     shape = x.shape[2:]
+    # torch 2.13 cannot trace an autograd.Function of which nothing needs a gradient
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, g, h0))
     run = ElementwiseScan.apply if grad else torch.ops.chunkwise.elementwise
     h, hT = run(x.flatten(2), g.flatten(2), None if h0 is None else h0.flatten(1), cu_seqlens)

@@ -15,7 +15,8 @@ from ..spec import Gate, Rule, Streams
 from .plan import PLANS
 from .problem import Problem, compute_dtype, partition, problem
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u, Tensor? S0"
+STREAM_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u"
+_INPUTS = f"{STREAM_INPUTS}, Tensor? S0"
 _SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision"
 _LIBRARY = torch.library.Library("chunkwise", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_SWITCHES}, bool final, bool save) -> (Tensor o, Tensor ST, Tensor saved)")

@@ -8,14 +8,17 @@ from torch import Tensor
 from ..spec import Streams
 from .plan_triton import initial, on_device
 from .problem import Problem
+from .raw import NOTHING, Raw
 from .stages_triton_recurrent import States, recurrent
 
 
-def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(
+    p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool, raw: Raw = NOTHING
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, and nothing to save."""
     if p.T == 0 or p.N == 0:
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, None
     ST = torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=x.q.device) if final else None
     with on_device(x.q):
-        o = recurrent(p, x, States(None if S0 is None else S0.contiguous(), ST))
+        o = recurrent(p, x, States(None if S0 is None else S0.contiguous(), ST), raw)
     return o, ST, None

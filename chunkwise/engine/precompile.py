@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
+from .decode import decode, step
 from .dispatch import CHUNKS, choose, run
 from .library import STREAMS, resolve
 from .plan import BACKWARD_KERNELS, KERNELS
+from .raw import recurrent
 
 
 class Target(NamedTuple):
@@ -61,6 +63,7 @@ class Way(NamedTuple):
     initial: bool  # from a given state
     final: bool  # with the last state
     tokens: int = 0  # so many; 0: as the load says
+    pool: bool = False  # the states are in a pool: chunkwise.decode
 
 
 WAYS = {
@@ -70,6 +73,7 @@ WAYS = {
     "continuation": Way(False, True, True),
     "one token": Way(False, True, True, 1),
     "first token": Way(False, False, True, 1),
+    "decoding": Way(False, True, True, 1, pool=True),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
 LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
@@ -141,6 +145,10 @@ class _Hosts(TorchDispatchMode):
             saved, do, dST = args[-3:]
             plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -3])
             plan.backward(p, x, args[STREAMS], saved if saved.numel() else None, do, dST)
+        elif func is torch.ops.chunkwise.recurrent.default:
+            recurrent(*args)
+        elif func is torch.ops.chunkwise.decode.default:
+            step(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -157,6 +165,8 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
 
     x = {n: empty(extent(a, sizes) for a in arg.axes.split()) for n, arg in op.args.items()}
     N = sizes["B"]
+    if way.pool:
+        return None if packed else _decode_once(op, x, empty(op.state_shape(sizes, N), torch.float32), sizes)
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
@@ -166,6 +176,18 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
             made = [t for t in out if t is not None]
             wanted = [t for t in (*x.values(), S0) if t is not None]
             torch.autograd.grad(made, wanted, [torch.empty_like(t) for t in made], allow_unused=True)
+
+
+def _decode_once(op: Op, x: dict[str, Tensor], pool: Tensor, sizes: dict[str, int]) -> None:
+    """One step of a member in a pool of either layout, its streams ready and raw."""
+    index = torch.empty(sizes["B"], dtype=torch.int32, device="meta")
+    raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
+    if "use_gate_in_kernel" in raw:
+        heads = x["g"].shape[2:]
+        raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}
+    with _Hosts():
+        for v_first, options in product((False, True), (raw, {})):
+            decode(op, x, pool.mT.contiguous() if v_first else pool, index, state_v_first=v_first, **options)
 
 
 def _launches(

@@ -42,17 +42,25 @@ class Scan:
 
         tokens: rows of the streams per token of the caller. gate, rule, scale, precision: where they are not the member's or the caller's.
         """
-        if scale is None:
-            scale = self.op.scale if self.scale is None else float(self.scale)
-        scale = x.q.shape[-1] ** -0.5 if scale is None else scale
+        scale = self.scaled(x) if scale is None else scale
         cu, cpu = (t if t is None or tokens == 1 else t * tokens for t in (self.cu_seqlens, self.cu_seqlens_cpu))
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, S0))
-        gate, rule = Gate.NONE if x.g is None else gate or self.op.gate, rule or self.op.rule
-        cell = Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None or x.a is not None)
+        cell = self.cell(x, gate, rule)
         c = self.choose(self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, form=self.form, backend=self.backend)
-        run = Recurrence.apply if grad else torch.ops.chunkwise.forward
-        o, ST, _ = run(*x, S0, cu, cpu, gate.value, rule.value, c.plan, c.chunk, scale, precision or self.precision, self.final, grad)
+        switches = (cell.gate.value, cell.rule.value, c.plan, c.chunk, scale, precision or self.precision, self.final, grad)
+        # torch 2.13 cannot trace an autograd.Function of which nothing needs a gradient
+        o, ST, _ = (Recurrence.apply if grad else torch.ops.chunkwise.forward)(*x, S0, cu, cpu, *switches)
         return o, ST if self.final else None
+
+    def scaled(self, x: Streams) -> float:
+        """What multiplies q."""
+        scale = self.op.scale if self.scale is None else float(self.scale)
+        return x.q.shape[-1] ** -0.5 if scale is None else scale
+
+    def cell(self, x: Streams, gate: Gate | None = None, rule: Rule | None = None) -> Cell:
+        """What decides whether there are kernels for a pass over these streams."""
+        gate, rule = Gate.NONE if x.g is None else gate or self.op.gate, rule or self.op.rule
+        return Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None or x.a is not None)
 
     def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h_t = exp(g_t) h_{t-1} + x_t in every entry of x [B, T, ...]; h0: [N, ...]. Returns all h, and the last of each sequence."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..kernels.recurrent import recurrent_kernel
 from ..spec import Gate, Streams
 from .problem import Problem
+from .raw import NOTHING, Raw
 from .stages_triton import dense, rows
 from .tune import config
 
@@ -23,21 +24,6 @@ class States(NamedTuple):
     into: Tensor | None = None  # [N, columns] the slot for the state after each token; negative: not kept
     accepted: Tensor | None = None  # [N]: the first state is in column accepted - 1 of `slots`; below 1: skipped
     parents: Tensor | None = None  # [N, columns]: the token whose state each token goes on from; -1: the first state
-
-
-class Raw(NamedTuple):
-    """What is still to be done to the streams."""
-
-    norm: bool = False  # q and k to unit length
-    norm_erase: bool = False  # and the erase key
-    A_log: Tensor | None = None  # [HV]: g is raw; with dt_bias [HV] or, per key channel, [HV * K]
-    dt_bias: Tensor | None = None
-    lower_bound: float | None = None
-    sigmoid: bool = False  # beta is raw
-    strength: float = 1.0  # multiplies beta
-
-
-NOTHING = Raw()
 
 
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:

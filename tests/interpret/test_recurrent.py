@@ -4,12 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chunkwise.engine import plan_recurrent_triton, recurrent
+from chunkwise import decode as step
+from chunkwise.engine import decode, plan_recurrent_triton, recurrent
+from chunkwise.engine.dispatch import choose, run
 from chunkwise.engine.problem import Problem, problem
 from chunkwise.engine.prologue import activate_gate, l2norm
-from chunkwise.engine.stages_triton_recurrent import NOTHING, Raw, States
+from chunkwise.engine.raw import NOTHING, Raw
+from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
-from chunkwise.spec import Gate, Rule, Streams
+from chunkwise.spec import Gate, Op, Rule, Streams, all_ops
 
 B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18
 CELLS = [(g, r, "") for g in Gate for r in Rule] + [
@@ -171,3 +174,23 @@ def test_a_tree_of_drafts_follows_each_parent():
         made.append(alone(at(x, slice(t, t + 1)), gate, rule, S))
         assert torch.equal(o[:, t], made[-1][0][:, 0])
         assert all(torch.equal(pool[into[n, t]], made[-1][1][n]) for n in range(B) if into[n, t] not in into[n, t + 1 :])
+
+
+RAW = [op for op in all_ops().values() if op.lower is not None and op.passes is None and "use_qk_l2norm_in_kernel" in op.defaults]
+
+
+@pytest.mark.parametrize("op", RAW, ids=lambda op: op.name)
+def test_the_form_and_the_step_leave_the_prologue_to_the_kernel(op: Op, monkeypatch):
+    """As on a GPU: both give what the torch form gives, the step in place."""
+    sizes = dict(B=B, T=2, H=H, HV=HV, K=K, V=V)
+    x, S = op.draw(sizes), op.draw_state(sizes, B)
+    o = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
+    if "use_gate_in_kernel" in o:
+        o |= {"A_log": torch.linspace(-1, 1, HV), "dt_bias": torch.linspace(-1, 1, x["g"].shape[2:].numel()), "lower_bound": None}
+    want = op(x, initial_state=S, output_final_state=True, form="recurrent", **o)
+    true = op({n: t.double() for n, t in x.items()}, initial_state=S.double(), output_final_state=True, form="recurrent", **o)
+    options = {**op.defaults, **o, "initial_state": S, "output_final_state": True, "form": "recurrent"}
+    got = run(op, x, op.check(x), options, lambda *a, **k: choose(*a, **{**k, "device": "cuda"}))
+    monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
+    for mine, torchs, right in zip((*got, step(op, x, S, **o), S), want * 2, true * 2):
+        check(mine, torchs, right)
