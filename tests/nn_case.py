@@ -1,5 +1,7 @@
 """Layers to test, and the comparison of their outputs and gradients."""
 
+import inspect
+
 import torch
 from nn_agreement import agree
 
@@ -7,6 +9,13 @@ from chunkwise.nn import all_mixers, mixer_class
 
 D = 24
 MEMBERS = list(all_mixers())
+
+
+def keywords(name):
+    """What the layer's constructor takes, its place in the stack too, with the defaults."""
+    signatures = [inspect.signature(c.__init__).parameters for c in reversed(mixer_class(name).__mro__) if c is not object]
+    defaults = {n: p.default for s in signatures for n, p in s.items()}
+    return {n: defaults[n] for n in (*mixer_class(name).options(), *mixer_class(name).place(0, [name]))}
 
 
 def build(name, seed=0, **options):

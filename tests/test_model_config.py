@@ -12,6 +12,7 @@ from nn_agreement import agree
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM, ChunkwiseModel
+from chunkwise.models.configuration import fields_of
 from chunkwise.nn import Mixer, all_mixers, mixer_class
 from chunkwise.spec import PREFIX
 
@@ -48,7 +49,7 @@ def test_loading_in_half_precision_keeps_gate_parameters(name, tmp_path):
     model.save_pretrained(tmp_path)
     for half in (AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), copy.deepcopy(model).to(torch.bfloat16)):
         for n, p in half.named_parameters():
-            exact = n.endswith(("A_log", "dt_bias"))
+            exact = n.endswith(mixer_class(name).keep_float32)
             assert p.dtype == (torch.float32 if exact else torch.bfloat16)
             assert not exact or torch.equal(p, model.state_dict()[n]) and p._no_weight_decay
         assert half(ids(1, 70)).logits.dtype == torch.bfloat16
@@ -107,7 +108,8 @@ def test_every_configuration_key_changes_something():
         num_v_heads=4, head_dim=4, expand_k=2, expand_v=3.0, use_short_conv=True, conv_size=2, conv_bias=True, feature_map="relu",
         use_gate=False, rope_theta=10.0, gate_low_rank_dim=3, gate_logit_normalizer=2.0, lower_bound=-1.0, allow_neg_eigval=True,
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
-        use_cache=False, output_logits=False,
+        use_cache=False, output_logits=False, use_lower_bound=False, num_slots=3, num_householder=3, use_forget_gate=False, correction_factor=0.5,
+        normalize_feedback=True, state_size=6, num_groups=2, proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
     own = set(ChunkwiseConfig.__annotations__) - {"model_type", "keys_to_ignore_at_inference", "attribute_map"}
@@ -115,7 +117,7 @@ def test_every_configuration_key_changes_something():
     needs = dict(conv_size=dict(use_short_conv=True), conv_bias=dict(use_short_conv=True), hidden_ratio=dict(intermediate_size=None))
     x = ids(1, 20)
     for key, value in flips.items():
-        users = [m for m in ("gla", *all_mixers()) if key in set(mixer_class(m).options())] or ["gla"]
+        users = [m for m in ("gla", *all_mixers()) if key in fields_of(mixer_class(m))] or ["gla"]
         start = dict(mixer=users[0], **needs.get(key, {}))
         if key == "layer_types":
             start.pop("mixer")

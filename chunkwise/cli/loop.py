@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
+
+from chunkwise.models.trainer import Trainer
 
 from .curve import draw_curve
 from .folder import COMPLETE, Folder
@@ -119,10 +121,6 @@ class Loop(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
         self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Matrices and convolutions decay; norms, biases and what a layer marks `_no_weight_decay` (the gates' A_log, dt_bias) do not."""
-        return [n for n, p in model.named_parameters() if p.ndim > 1 and not getattr(p, "_no_weight_decay", False)]
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         self.model.eval()

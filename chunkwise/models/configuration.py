@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig
 
-from ..nn import all_mixers, mixer_class
+from ..nn import Mixer, all_mixers, mixer_class
 from ..nn.activation import activation
 from ..nn.mlp import intermediate_size
 
@@ -29,8 +29,8 @@ class ChunkwiseConfig(PretrainedConfig):
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_heads: sizes. Bytes need 256.
         head_dim, expand_k, expand_v, num_kv_heads, num_v_heads, chunk_size, use_short_conv, conv_size, conv_bias, feature_map, use_gate:
-            see `chunkwise.nn.mixer.MixerOptions`; rope_theta, gate_low_rank_dim, gate_logit_normalizer, lower_bound, allow_neg_eigval:
-            see the members' pages. head_dim, num_kv_heads and rope_theta also shape attention layers.
+            see `chunkwise.nn.mixer.MixerOptions`; the other fields that are None by default: see the members' pages. head_dim,
+            num_kv_heads and rope_theta also shape attention layers. use_lower_bound: learnt lower bounds of the forget factors of HGRN.
         mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
         hidden_act: activation of the gated feed-forward layers.
@@ -68,6 +68,18 @@ class ChunkwiseConfig(PretrainedConfig):
     gate_low_rank_dim: int | None = None
     gate_logit_normalizer: float | int | None = None
     lower_bound: float | int | None = None
+    use_lower_bound: bool | None = None
+    num_slots: int | None = None
+    num_householder: int | None = None
+    use_forget_gate: bool | None = None
+    correction_factor: float | int | None = None
+    normalize_feedback: bool | None = None
+    state_size: int | None = None
+    num_groups: int | None = None
+    proj_low_rank_dim: int | None = None
+    decay_low_rank_dim: int | None = None
+    a_low_rank_dim: int | None = None
+    v_low_rank_dim: int | None = None
     allow_neg_eigval: bool | None = None
     hidden_ratio: float | int | None = None
     intermediate_size: int | None = None
@@ -130,15 +142,20 @@ class ChunkwiseConfig(PretrainedConfig):
         activation(self.hidden_act)
         taken = {"head_dim", "num_kv_heads", "rope_theta"} if ATTENTION in types else set()
         for name in set(types) - {ATTENTION, NONE}:
-            taken |= set(mixer_class(name).options())
+            taken |= fields_of(mixer_class(name))
         for field in _optional_fields():
             if getattr(self, field) is not None and field not in taken:
                 raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses {field}, got {getattr(self, field)!r}")
 
 
+def fields_of(mixer: type[Mixer]) -> set[str]:
+    """The fields that layers of this member use."""
+    return {*mixer.options(), *(("use_lower_bound",) if mixer.floored else ())}
+
+
 def _optional_fields() -> list[str]:
     """The fields of mixers: those of ChunkwiseConfig that some member takes and that are None by default."""
-    taken = {option for mixer in all_mixers().values() for option in mixer.options()}
+    taken = {field for mixer in all_mixers().values() for field in fields_of(mixer)}
     return [f.name for f in dataclasses.fields(ChunkwiseConfig) if f.name in taken and f.default is None]
 
 

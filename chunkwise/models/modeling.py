@@ -12,7 +12,19 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..nn import GatedMLP, Mixer, Packing, RMSNorm, ShortConvolution, cross_entropy, linear_cross_entropy, mixer_class, plan_packing
+from ..nn import (
+    Depth,
+    GatedMLP,
+    Mixer,
+    Packing,
+    RMSNorm,
+    ShortConvolution,
+    all_mixers,
+    cross_entropy,
+    linear_cross_entropy,
+    mixer_class,
+    plan_packing,
+)
 from .attention import FullAttention
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
@@ -32,25 +44,35 @@ class Block(GradientCheckpointingLayer):
             given = {n: getattr(config, n) for n in ("num_kv_heads", "head_dim", "rope_theta") if getattr(config, n) is not None}
             self.attn = FullAttention(D, config.num_heads, layer_idx, **given)
         elif name != NONE:
-            self.attn = mixer_class(name)(D, config.num_heads, **config.mixer_options(name))
+            mixer = mixer_class(name)
+            self.attn = mixer(D, config.num_heads, **config.mixer_options(name), **mixer.place(layer_idx, cast(list, config.layer_types)))
         if self.attn is not None:
             self.attn_norm = RMSNorm(D, config.norm_eps)
         self.mlp_norm = RMSNorm(D, config.norm_eps)
         self.mlp = GatedMLP(D, cast(int, config.intermediate_size), config.hidden_act)
 
-    def forward(self, x: Tensor, packing: Packing, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """x [B, T, D], or [1, n, D] when packed."""
+    def forward(
+        self,
+        x: Tensor,
+        packing: Packing,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        floor: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D], or [1, n, D] when packed; floor and first: see `Depth`. Returns x and, for the layers above, first."""
         state = None
         layer = None if cache is None else cache.layers[self.layer_idx]
+        depth = Depth(floor, first)
         if isinstance(self.attn, FullAttention):
             x = x + self.attn(self.attn_norm(x), packing, attention_mask, cache)
         elif isinstance(self.attn, Mixer):
             before = layer.state if isinstance(layer, MixerCacheLayer) else None
-            y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None)
+            y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None, depth=depth)
             x = x + y
         if isinstance(layer, MixerCacheLayer):
             layer.advance(state, packing.length)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x)), depth.first
 
 
 class ChunkwisePreTrainedModel(PreTrainedModel):
@@ -64,14 +86,16 @@ class ChunkwisePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _is_stateful = True  # a recurrent state cannot be rolled back
     _supports_sdpa = True
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+    _keep_in_fp32_modules_strict = sorted({name for mixer in all_mixers().values() for name in mixer.keep_float32})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Mixer):
-            for name, value in module.initial_values(module.q_proj.weight.device).items():
-                init.copy_(getattr(module, name), value)
+            for name, value in module.initial_values(next(module.parameters()).device).items():
+                init.copy_(module.get_parameter(name), value)
+        elif isinstance(module, ChunkwiseModel) and hasattr(module, "lower_bounds"):
+            init.zeros_(module.lower_bounds)
         elif isinstance(module, ShortConvolution):
             init.uniform_(module.weight, -module.bound, module.bound)
             if module.bias is not None:
@@ -87,6 +111,10 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        floored = [b.attn.key_dim for b in self.layers if isinstance(b.attn, Mixer) and b.attn.floored]
+        if floored and config.use_lower_bound is not False:
+            self.lower_bounds = nn.Parameter(torch.zeros(config.num_hidden_layers, floored[0]))
+            self.spare_decay = ("lower_bounds",)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -135,14 +163,23 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
 
         x = packing.pack(x)
         every = [x] if _flag(output_hidden_states, self.config.output_hidden_states) else None
-        for block in self.layers:
-            x = block(x, packing=packing, attention_mask=attention_mask, cache=cache)
+        floors, first = self.floors(), None
+        for block, floor in zip(self.layers, floors, strict=True):
+            x, first = block(x, packing, attention_mask, cache, floor, first)
             if every is not None:
                 every.append(x)
         last = packing.unpack(self.norm(x))
         hidden = None if every is None else (*(packing.unpack(s) for s in every[:-1]), last)
         output = BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden, **{CACHE_FIELD: cache})
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def floors(self) -> list[Tensor | None]:
+        """The lower bound [channels] of every layer's forget factor, rising from 0 at the lowest, where None says it; for HGRN."""
+        L = len(self.layers)
+        if not hasattr(self, "lower_bounds"):
+            return [None] * L
+        share = self.lower_bounds.softmax(0, dtype=torch.promote_types(self.lower_bounds.dtype, torch.float32))
+        return [None, *(share.cumsum(0) - share[:1])[1:].unbind(0)]
 
     def open(self, cache: Cache | None, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache of this call, ready for this model's layers, or None."""

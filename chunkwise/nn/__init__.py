@@ -7,13 +7,15 @@ from typing import Any
 from .activation import activation, feature_map
 from .conv import ShortConvolution, causal_conv1d
 from .loss import cross_entropy, linear_cross_entropy
-from .mixer import Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
+from .mixer import Depth, Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
 from .mlp import GatedMLP
 from .norm import GatedRMSNorm, RMSNorm, l2norm
 from .packing import Packing, plan_packing
 from .rotary import rotary
+from .shift import token_shift
 
 __all__ = [
+    "Depth",
     "GatedMLP",
     "GatedRMSNorm",
     "Mixer",
@@ -32,6 +34,7 @@ __all__ = [
     "parameters_without_decay",
     "plan_packing",
     "rotary",
+    "token_shift",
 ]
 
 

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from torch import nn
 
 from ...spec import all_ops
-from .skeleton import Mixer, MixerOptions, MixerState
+from .layer import Depth, Mixer, MixerState
+from .skeleton import MixerOptions
 
 
 @cache
@@ -21,8 +22,12 @@ def all_mixers() -> Mapping[str, type[Mixer]]:
     for name in all_ops():
         if importlib.util.find_spec(f"{__name__}.{name}") is not None:
             page = importlib.import_module(f"{__name__}.{name}")
-            found[name] = next(x for x in vars(page).values() if isinstance(x, type) and issubclass(x, Mixer) and x is not Mixer)
+            found[name] = next(x for x in vars(page).values() if _made_here(x, page.__name__))
     return MappingProxyType(found)
+
+
+def _made_here(x: object, page: str) -> bool:
+    return isinstance(x, type) and issubclass(x, Mixer) and x.__module__ == page
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -37,9 +42,13 @@ def mixer_class(name: str) -> type[Mixer]:
 
 
 def parameters_without_decay(module: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay must spare: gate parameters, norms, biases and convolutions."""
-    spared = {f"{prefix}{'.' if prefix else ''}{name}" for prefix, m in module.named_modules() for name in getattr(m, "keep_float32", ())}
-    return {name for name, p in module.named_parameters() if name in spared or p.ndim != 2}
+    """Names of the parameters that weight decay must spare: the mixers' own (gates, mixtures, bonuses), what a module names in
+    `spare_decay`, norms and biases. Matrices and convolutions decay."""
+    spared = {name for name, p in module.named_parameters() if p.ndim < 2}
+    for prefix, m in module.named_modules():
+        own = [name for name, _ in m.named_parameters(recurse=False)] if isinstance(m, Mixer) else getattr(m, "spare_decay", ())
+        spared |= {f"{prefix}{'.' if prefix else ''}{name}" for name in own}
+    return spared
 
 
-__all__ = ["Mixer", "MixerOptions", "MixerState", "all_mixers", "mixer_class", "parameters_without_decay"]
+__all__ = ["Depth", "Mixer", "MixerOptions", "MixerState", "all_mixers", "mixer_class", "parameters_without_decay"]

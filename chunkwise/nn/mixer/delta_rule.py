@@ -10,10 +10,10 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from ..norm import wide
-from .skeleton import Mixer, MixerOptions
+from .skeleton import HeadMixer, MixerOptions
 
 
-class DeltaNet(Mixer):
+class DeltaNet(HeadMixer):
     op = "delta_rule"
     use_short_conv = True
     use_gate = False

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..norm import wide
-from .skeleton import Mixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(HeadMixer):
     op = "gated_delta_rule"
     expand_v = 2.0
     use_short_conv = True

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..norm import wide
-from .skeleton import Mixer, MixerOptions
+from .skeleton import HeadMixer, MixerOptions
 
 
-class GatedLinearAttention(Mixer):
+class GatedLinearAttention(HeadMixer):
     op = "gla"
     expand_k = 0.5
     norm_name = "g_norm_swish_gate"

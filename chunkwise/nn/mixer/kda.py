@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..norm import wide
-from .skeleton import Mixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
 
 
-class KimiDeltaAttention(Mixer):
+class KimiDeltaAttention(HeadMixer):
     """`lower_bound` (a negative number) bounds the gate: g = lower_bound * sigmoid(exp(A_log) (f + dt_bias))."""
 
     op = "kda"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from .skeleton import Mixer, MixerOptions
+from .skeleton import HeadMixer, MixerOptions
 
 
-class LinearAttention(Mixer):
+class LinearAttention(HeadMixer):
     op = "linear_attn"
     feature_map = "elu_plus_one"
     use_gate = False

@@ -10,10 +10,10 @@ from typing import Unpack
 from torch import Tensor
 
 from ..rotary import rotary
-from .skeleton import Mixer, MixerOptions
+from .skeleton import HeadMixer, MixerOptions
 
 
-class MultiScaleRetention(Mixer):
+class MultiScaleRetention(HeadMixer):
     op = "retention"
     expand_v = 2.0
     norm_name = "g_norm_swish_gate"

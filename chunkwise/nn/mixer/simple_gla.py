@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..norm import wide
-from .skeleton import Mixer, MixerOptions
+from .skeleton import HeadMixer, MixerOptions
 
 
-class SimpleGatedLinearAttention(Mixer):
+class SimpleGatedLinearAttention(HeadMixer):
     op = "simple_gla"
     use_short_conv = True
     norm_name = "g_norm_swish_gate"

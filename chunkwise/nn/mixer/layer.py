@@ -1,0 +1,257 @@
+"""What every layer of the family is: operands from the input, one operator, an output from what it read; state in, state out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ...spec import PREFIX, Op, all_ops
+from ..conv import ShortConvolution
+from ..packing import Packing, plan_packing
+from ..shift import token_shift
+
+FORM = {prefix: form for form, prefix in PREFIX.items()}  # mode -> form
+SHORT = 16  # outside training, calls of at most this many tokens take the recurrent form: beyond, a chunk is faster on CPUs too
+PLACE = ("layer_idx", "num_layers", "first")  # keyword arguments by which a member is told where in the stack it stands
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments that every mixer takes."""
+
+    mode: str  # "chunk", "fused_chunk", "fused_recurrent" or "parallel", where the member has that form
+    chunk_size: int  # 16, 32 or 64
+    norm_eps: float
+
+
+class MixerState(NamedTuple):
+    """What a layer remembers of N sequences: of constant size however long they are."""
+
+    conv: Tensor | None  # [N, channels, W - 1]: the last inputs of the convolutions, or of the token shift (W = 2)
+    recurrent: Tensor  # [N, HV, K, V] (the operator's `state` axes) float32 (float64 for float64 layers)
+    seen: Tensor  # [N] int64: tokens so far, padding not counted
+
+    def select(self, index: Tensor) -> MixerState:
+        """The states of the sequences `index` [M]: beams, batch selection."""
+        return self._map(lambda x: x.index_select(0, index.to(x.device)))
+
+    def to(self, device: torch.device | str) -> MixerState:
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> MixerState:
+        return MixerState(None if self.conv is None else move(self.conv), move(self.recurrent), move(self.seen))
+
+
+@dataclass
+class Depth:
+    """What a layer gets from the stack below it, and may leave for the layers above."""
+
+    floor: Tensor | None = None  # [channels of the forget gate]: lower bound of the forget factor in this layer (HGRN)
+    first: Tensor | None = None  # [B, T, channels]: the first layer's values (RWKV-7)
+
+
+class Window:
+    """The memory of the convolutions and token shifts of one call: gives each its part of the state and collects what they leave."""
+
+    def __init__(self, packing: Packing, before: Tensor | None, keep: bool):
+        self.packing, self.before, self.keep = packing, before, keep
+        self.taken = 0
+        self.left: list[Tensor] = []
+
+    def convolve(self, conv: ShortConvolution, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D], continuing where the last call ended."""
+        y, state = conv(x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
+        return self._leave(y, state)
+
+    def shift(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]: each token's predecessor."""
+        y, state = token_shift(x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
+        return self._leave(y, state)
+
+    @property
+    def after(self) -> Tensor | None:
+        """[N, channels of all, W - 1], or None without convolutions."""
+        return torch.cat(self.left, 1) if self.left else None
+
+    def _past(self, channels: int) -> Tensor | None:
+        start, self.taken = self.taken, self.taken + channels
+        return None if self.before is None else self.before[:, start : self.taken]
+
+    def _leave(self, y: Tensor, state: Tensor | None) -> Tensor:
+        if state is not None:
+            self.left.append(state)
+        return y
+
+
+class Mixer(nn.Module):
+    """What the members share. A member declares the class attributes below and says `operands`, `close` and `initial_values`.
+
+    A layer keeps nothing between calls: state goes in and comes out, and gradients go through it.
+    """
+
+    op: ClassVar[str]  # the operator's name in all_ops()
+    member: ClassVar[Op]  # its declaration, looked up when the class is made: on the class it burdens neither copies nor compilation
+    op_options: ClassVar[dict[str, Any]] = {}  # fixed options of the operator
+    keep_float32: ClassVar[tuple[str, ...]] = ()  # the layer's own parameters that no cast to a half type may round
+    key_dim: int  # channels of the keys of all heads
+    floored: ClassVar[bool] = False  # the stack bounds its forget factors from below, the higher the more: `Depth.floor`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "op"):
+            cls.member = all_ops()[cls.op]
+
+    def __init__(self, hidden_size: int, num_heads: int, *, mode: str = "chunk", chunk_size: int = 64, norm_eps: float = 1e-5):
+        super().__init__()
+        modes = [PREFIX[form] for form in self.member.forms]
+        if mode not in modes:
+            raise ValueError(f"{self.op}: mode must be one of {modes}, got {mode!r}")
+        if hidden_size < 1 or num_heads < 1:
+            raise ValueError(f"{self.op}: hidden_size and num_heads must be at least 1, got {hidden_size} and {num_heads}")
+        self.hidden_size, self.num_heads, self.mode, self.chunk_size, self.norm_eps = hidden_size, num_heads, mode, chunk_size, norm_eps
+
+    def finish(self) -> None:
+        """Make the parameters that `initial_values` names and no module owns; every member's __init__ ends with it."""
+        weight = next(self.parameters())
+        for name, value in self.initial_values(torch.device("meta")).items():
+            if "." not in name:
+                dtype = torch.promote_types(weight.dtype, torch.float32) if name in self.keep_float32 else weight.dtype
+                setattr(self, name, nn.Parameter(torch.empty(value.shape, device=weight.device, dtype=dtype)))
+        self.reset_parameters()
+
+    def initial_values(self, device: torch.device) -> dict[str, Tensor]:
+        """Fresh float32 values of the parameters that are the layer's own, and of those of its modules ("norm.weight") that begin as no
+        other module of their kind does."""
+        return {}
+
+    def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The operator's arguments, gates in float32, and the output gate [B, T, channels] or None, from the input x [B, T, D].
+
+        positions: [B or 1, T] int64, each token's index in its own sequence.
+        """
+        raise NotImplementedError
+
+    def close(self, o: Tensor, gate: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
+        """The layer's output [B, T, D] from the operator's, o [B, T, HV, V]."""
+        raise NotImplementedError
+
+    def call_options(self) -> dict[str, Any]:
+        """Options of the operator that differ from layer to layer."""
+        return {}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the parameters of `initial_values`; the modules fill their own. Right after `to_empty` on a meta-device build too."""
+        for name, value in self.initial_values(next(self.parameters()).device).items():
+            self.get_parameter(name).copy_(value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in torch; marks the layer's own parameters (gates, mixtures, bonuses), which optimisers must not decay, whoever sets them
+        (loading replaces parameters)."""
+        super().register_parameter(name, param)
+        if param is not None:
+            param._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Mixer:
+        """Casts and moves; a cast to a half type moves the `keep_float32` parameters and leaves their values unrounded."""
+        kept = {name: (getattr(self, name).data, getattr(self, name).grad) for name in self.keep_float32 if name in self._parameters}
+        super()._apply(fn, recurse)
+        for own in self.parameters(recurse=False):
+            own._no_weight_decay = True  # type: ignore[attr-defined]
+        for name, (value, grad) in kept.items():
+            parameter = getattr(self, name)
+            if parameter.dtype.itemsize < 4 <= value.dtype.itemsize:
+                parameter.grad = None
+                parameter.data = value.to(parameter.device, torch.float32)
+                parameter.grad = None if grad is None else grad.to(parameter.device, torch.float32)
+        return self
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        packing: Packing | None = None,
+        state: MixerState | None = None,
+        output_state: bool = False,
+        depth: Depth | None = None,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mix the tokens of each sequence.
+
+        Args:
+            hidden_states: [B, T, D].
+            attention_mask, position_ids, cu_seqlens: padding and packed documents, see `plan_packing`.
+            packing: the plan, when the caller has made it and packed `hidden_states` by it: then instead of the three before.
+            state: what N sequences left behind; None begins afresh.
+            output_state: return the state after the last token of each sequence, from which any later call continues exactly.
+            depth: what the layers below have to say, for members that listen; packed as `hidden_states` is.
+
+        Returns:
+            (o [B, T, D], state or None); o is zero at padding.
+
+        Raises:
+            ValueError: shapes that do not fit, naming the argument.
+        """
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"{self.op}: hidden_states must be [B, T, {self.hidden_size}], got {list(hidden_states.shape)}")
+        depth = Depth() if depth is None else depth
+        if packing is not None:
+            return self._mix(hidden_states, packing, state, output_state, depth)
+        B, T, _ = hidden_states.shape
+        packing = plan_packing(
+            B, T, device=hidden_states.device, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens,
+            offset=None if state is None else state.seen,
+        )  # fmt: skip
+        o, state = self._mix(packing.pack(hidden_states), packing, state, output_state, depth)
+        return packing.unpack(o), state
+
+    def _mix(
+        self, x: Tensor, packing: Packing, state: MixerState | None, output_state: bool, depth: Depth
+    ) -> tuple[Tensor, MixerState | None]:
+        window = Window(packing, None if state is None else state.conv, output_state)
+        inputs, gate = self.operands(x, window, packing.positions, depth)
+        form = FORM["fused_recurrent" if not self.training and x.shape[1] <= SHORT else self.mode]
+        o, recurrent = self.member(
+            inputs,
+            form=form.value,
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=output_state,
+            cu_seqlens=packing.cu_seqlens,
+            chunk_size=self.chunk_size,
+            **self.op_options,
+            **self.call_options(),
+        )  # o [B, T, HV, V]
+        o = self.close(o, gate, inputs)
+        if not output_state or recurrent is None:
+            return o, None
+        seen = x.new_zeros(packing.sequences, dtype=torch.int64) if state is None else state.seen
+        return o, MixerState(window.after, recurrent, seen + packing.lengths)
+
+    @classmethod
+    def options(cls) -> Iterator[str]:
+        """The names of the keyword arguments that this member takes, its place in the stack left out."""
+        return (name for name in _keywords(cls) if name not in PLACE)
+
+    @classmethod
+    def place(cls, layer_idx: int, layer_types: Sequence[str]) -> dict[str, Any]:
+        """The keyword arguments that tell a member its place in a stack of these types of layers, for members that ask."""
+        place = {"layer_idx": layer_idx, "num_layers": len(layer_types), "first": layer_types.index(cls.op) == layer_idx}
+        return {name: place[name] for name in _keywords(cls) if name in PLACE}
+
+
+def _keywords(cls: type[Mixer]) -> Iterator[str]:
+    """Each class names its own; one that swallows none (**options) hides those of its base."""
+    for base in cls.__mro__:
+        if base is nn.Module:
+            return
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+            yield from (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                return
