@@ -10,8 +10,9 @@ from chunkwise.models.cache import CACHE_FIELD
 from chunkwise.nn import all_mixers
 
 VOCAB = 37
+ATTENTION = {"full_attention": dict(mixer="full_attention"), "sliding_attention": dict(mixer="sliding_attention", sliding_window=8)}
 HYBRID = dict(layer_types=["retention", "full_attention", "none"], num_hidden_layers=3)
-KINDS = {**{name: dict(mixer=name) for name in all_mixers()}, "full_attention": dict(mixer="full_attention"), "hybrid": HYBRID}
+KINDS = {**{name: dict(mixer=name) for name in all_mixers()}, **ATTENTION, "hybrid": HYBRID}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 recurrent_kinds = pytest.mark.parametrize("kind", [k for n, k in KINDS.items() if n in all_mixers()], ids=list(all_mixers()))
 

@@ -132,6 +132,15 @@ def test_training_compiles_without_a_graph_break(packed):
     assert all(torch.equal(g, results[1][n]) for n, g in results[0].items())
 
 
+@kinds
+def test_every_model_is_one_graph(kind):
+    """No break in the whole model, packed: the compiler sees one graph, whose result is the model's."""
+    torch._dynamo.reset()  # other models' compilations count against the limit of this one's
+    model, x = build(**kind, **({} if "layer_types" in kind else dict(num_hidden_layers=1))), ids(1, 24)
+    given = dict(cu_seqlens=torch.tensor([0, 13, 24]), labels=x, use_cache=False)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x, **given).loss, model(x, **given).loss)
+
+
 def test_logits_to_keep_keeps_those():
     model, x = build(), ids(2, 12)
     whole = model(x).logits
@@ -171,8 +180,10 @@ def test_hidden_states_and_tuples():
         model(x, output_attentions=True)
 
 
-def test_attention_is_its_definition():
-    model, x = build(mixer="full_attention", num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0), ids(1, 9)
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_is_its_definition(window):
+    kind = dict(mixer="full_attention") if window is None else dict(mixer="sliding_attention", sliding_window=window)
+    model, x = build(**kind, num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0), ids(1, 9)
     layer = wide(model).model.layers[0].attn
     h = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     q, k, v = (F.linear(h, p.weight).view(9, -1, 6) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -181,8 +192,9 @@ def test_attention_is_its_definition():
     q, k = (torch.complex(t[..., :3], t[..., 3:]) * turn for t in (q, k))
     rows = []
     for t in range(9):
-        scores = [(q[t, i] * k[: t + 1, i // 2].conj()).real.sum(-1) / 6**0.5 for i in range(4)]
-        rows.append(torch.cat([s.softmax(0) @ v[: t + 1, i // 2] for i, s in enumerate(scores)]))
+        seen = slice(max(0, t + 1 - (window or 9)), t + 1)
+        scores = [(q[t, i] * k[seen, i // 2].conj()).real.sum(-1) / 6**0.5 for i in range(4)]
+        rows.append(torch.cat([s.softmax(0) @ v[seen, i // 2] for i, s in enumerate(scores)]))
     truth = F.linear(torch.stack(rows), layer.o_proj.weight)
     single = model.model.layers[0].attn(h.float()[None], plan_packing(1, 9))[0]
     exact = layer(h[None], plan_packing(1, 9))[0]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from model_case import build, cache_of, config, flat, ids, kinds, recurrent_kinds, wide
+from model_case import ATTENTION, build, cache_of, config, flat, ids, kinds, recurrent_kinds, wide
 from nn_agreement import agree
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -108,8 +108,9 @@ def test_every_configuration_key_changes_something():
         num_v_heads=4, head_dim=4, expand_k=2, expand_v=3.0, use_short_conv=True, conv_size=2, conv_bias=True, feature_map="relu",
         use_gate=False, rope_theta=10.0, gate_low_rank_dim=3, gate_logit_normalizer=2.0, lower_bound=-1.0, allow_neg_eigval=True,
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
-        use_cache=False, output_logits=False, use_lower_bound=False, num_slots=3, num_householder=3, use_forget_gate=False, correction_factor=0.5,
-        normalize_feedback=True, state_size=6, num_groups=2, proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
+        use_cache=False, output_logits=False, sliding_window=3, use_lower_bound=False, num_slots=3, num_householder=3, use_forget_gate=False,
+        correction_factor=0.5, normalize_feedback=True, state_size=6, num_groups=2,
+        proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
     own = set(ChunkwiseConfig.__annotations__) - {"model_type", "keys_to_ignore_at_inference", "attribute_map"}
@@ -118,7 +119,7 @@ def test_every_configuration_key_changes_something():
     x = ids(1, 20)
     for key, value in flips.items():
         users = [m for m in ("gla", *all_mixers()) if key in fields_of(mixer_class(m))] or ["gla"]
-        start = dict(mixer=users[0], **needs.get(key, {}))
+        start = dict(mixer=users[0], **needs.get(key, {})) if key != "sliding_window" else dict(ATTENTION["sliding_attention"])
         if key == "layer_types":
             start.pop("mixer")
         before, after = build(**start), build(**{**start, key: value})
@@ -152,6 +153,8 @@ def test_mode_and_chunk_size_reach_the_layers_and_change_no_result():
         (dict(layer_types=["gla"]), ValueError, "names 1 layers, num_hidden_layers is 2"),
         (dict(layer_types=["gla", "gla"], mixer="kda"), ValueError, "mixer = 'kda' is none of"),
         (dict(gate_low_rank_dim=8), ValueError, "no layer of .* uses gate_low_rank_dim"),
+        (dict(mixer="sliding_attention"), ValueError, "sliding_attention layers need sliding_window"),
+        (dict(sliding_window=8), ValueError, "no layer of .* uses sliding_window"),
         (dict(hidden_act="mish"), ValueError, "activation must be"),
         (dict(intermediate_size=48, hidden_ratio=4.0), ValueError, "contradicts"),
     ],

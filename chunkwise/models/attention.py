@@ -1,4 +1,4 @@
-"""Softmax attention for hybrid models: grouped heads, rotary positions, PyTorch's scaled_dot_product_attention."""
+"""Softmax attention for hybrid models and as a baseline: grouped heads, rotary positions, PyTorch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from ..nn import Packing, rotary
 from ..nn.packing import sequence_index
 
 
-class FullAttention(nn.Module):
-    """Causal attention over all earlier tokens of the same sequence.
+class Attention(nn.Module):
+    """Causal attention over all earlier tokens of the same sequence, or the last `window` of them, itself included.
+
+    A window counts columns: padding between a row's tokens (after a prompt padded on the right, say) takes room in it.
 
     Raises:
-        ValueError: heads that do not divide, an odd head size.
+        ValueError: heads that do not divide, an odd head size, a window of fewer than two tokens.
     """
 
     def __init__(
         self, hidden_size: int, num_heads: int, layer_idx: int, num_kv_heads: int | None = None, head_dim: int | None = None,
-        rope_theta: float = 10000.0,
+        rope_theta: float = 10000.0, window: int | None = None,
     ):  # fmt: skip
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
+        if window is not None and window < 2:
+            raise ValueError(f"sliding_attention: sliding_window must be at least 2, got {window}")
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"full_attention: hidden_size = {hidden_size} must be a multiple of num_heads = {num_heads}, or give head_dim")
+            raise ValueError(f"attention: hidden_size = {hidden_size} must be a multiple of num_heads = {num_heads}, or give head_dim")
         head_dim = head_dim or hidden_size // num_heads
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
-                f"full_attention: num_kv_heads must divide num_heads and the head size be even, got {num_kv_heads}, {num_heads}, {head_dim}"
+                f"attention: num_kv_heads must divide num_heads and the head size be even, got {num_kv_heads}, {num_heads}, {head_dim}"
             )
-        self.num_heads, self.num_kv_heads, self.layer_idx, self.rope_theta = num_heads, num_kv_heads, layer_idx, rope_theta
+        self.num_heads, self.num_kv_heads, self.layer_idx = num_heads, num_kv_heads, layer_idx
+        self.rope_theta, self.window = rope_theta, window
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
@@ -43,7 +48,7 @@ class FullAttention(nn.Module):
         """x, o: [B, T, D], or [1, n, D] when packed.
 
         Args:
-            attention_mask: [B, S] over the S = past + T columns, nonzero where a token is real; None when all are.
+            attention_mask: [B, past + T] over all columns, nonzero where a token is real; None when all are.
         """
         q, k, v = (p(x).unflatten(-1, (h, -1)) for p, h in self._projections())
         q, k = rotary(q, packing.positions, self.rope_theta), rotary(k, packing.positions, self.rope_theta)
@@ -62,22 +67,24 @@ class FullAttention(nn.Module):
     def _projections(self) -> list[tuple[nn.Linear, int]]:
         return [(self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)]
 
-    @staticmethod
-    def _padding(attention_mask: Tensor | None, T: int, S: int, device: torch.device) -> Tensor | None:
-        """[B or 1, 1, T, S] bool, or None where plain causality says it all."""
-        if attention_mask is None and T == S:
+    def _padding(self, attention_mask: Tensor | None, T: int, S: int, device: torch.device) -> Tensor | None:
+        """[B or 1, 1, T, S] bool over the S columns at hand, or None where plain causality says it all."""
+        if attention_mask is None and T == S and (self.window is None or T <= self.window):
             return None
-        earlier = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+        earlier = self._within(torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device))
         if attention_mask is None:
             return earlier[None, None]
-        if attention_mask.shape[1] != S:
+        if attention_mask.shape[1] < S or (self.window is None and attention_mask.shape[1] > S):
             raise ValueError(f"attention_mask must cover the cache and the new tokens, S = {S} columns, got {attention_mask.shape[1]}")
         # Padding rows look at themselves: a softmax over nothing is NaN, in the backward pass too.
         itself = torch.zeros_like(earlier).diagonal_scatter(torch.ones(T, dtype=torch.bool, device=device), S - T)
-        return (earlier & attention_mask.bool()[:, None, :] | itself)[:, None]
+        return (earlier & attention_mask[:, -S:].bool()[:, None, :] | itself)[:, None]
 
-    @staticmethod
-    def _documents(packing: Packing, tokens: int) -> Tensor:
+    def _documents(self, packing: Packing, tokens: int) -> Tensor:
         """[1, 1, n, n] bool: earlier tokens of the same document."""
-        document = sequence_index(cast(Tensor, packing.cu_seqlens), tokens)
-        return ((document[:, None] == document[None]).tril())[None, None]
+        document, token = sequence_index(cast(Tensor, packing.cu_seqlens), tokens), torch.arange(tokens, device=packing.positions.device)
+        return ((document[:, None] == document) & self._within(token[:, None] - token))[None, None]
+
+    def _within(self, distance: Tensor) -> Tensor:
+        """Whether a token may look so far back."""
+        return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)

@@ -14,7 +14,8 @@ from ..nn import Mixer, all_mixers, mixer_class
 from ..nn.activation import activation
 from ..nn.mlp import intermediate_size
 
-ATTENTION = "full_attention"  # softmax attention over all earlier tokens
+SHAPE = frozenset({"head_dim", "num_kv_heads", "rope_theta"})
+ATTENTION = {"full_attention": SHAPE, "sliding_attention": SHAPE | {"sliding_window"}}  # softmax attention, and the fields it uses
 NONE = "none"  # no mixer at all: what the rest of the model can do alone
 
 
@@ -22,15 +23,16 @@ NONE = "none"  # no mixer at all: what the rest of the model can do alone
 class ChunkwiseConfig(PretrainedConfig):
     """Everything that decides a model's parameters and function.
 
-    The layers: `mixer`, one name for all of them (a member of `chunkwise.nn.all_mixers()`, "full_attention" or "none"), or
-    `layer_types`, one name per layer. Fields that only some members use are None by default, which is each member's own default; given
-    for a model where no layer uses them they are refused, so that no setting is silently without effect.
+    The layers: `mixer`, one name for all of them (a member of `chunkwise.nn.all_mixers()`, "full_attention", "sliding_attention" or
+    "none"), or `layer_types`, one name per layer. Fields that only some members use are None by default, which is each member's own
+    default; given for a model where no layer uses them they are refused, so that no setting is silently without effect.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_heads: sizes. Bytes need 256.
         head_dim, expand_k, expand_v, num_kv_heads, num_v_heads, chunk_size, use_short_conv, conv_size, conv_bias, feature_map, use_gate:
             see `chunkwise.nn.mixer.MixerOptions`; the other fields that are None by default: see the members' pages. head_dim,
-            num_kv_heads and rope_theta also shape attention layers. use_lower_bound: learnt lower bounds of the forget factors of HGRN.
+            num_kv_heads and rope_theta also shape attention layers.
+        sliding_window: tokens that a sliding_attention layer sees. use_lower_bound: learnt lower bounds of the forget factors of HGRN.
         mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
         hidden_act: activation of the gated feed-forward layers.
@@ -65,6 +67,7 @@ class ChunkwiseConfig(PretrainedConfig):
     feature_map: str | None = None
     use_gate: bool | None = None
     rope_theta: float | int | None = None
+    sliding_window: int | None = None
     gate_low_rank_dim: int | None = None
     gate_logit_normalizer: float | int | None = None
     lower_bound: float | int | None = None
@@ -100,7 +103,8 @@ class ChunkwiseConfig(PretrainedConfig):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"ChunkwiseConfig: unknown key {unknown[0]!r}{hint}")
         if self.mixer is None:
-            self.mixer = "gated_delta_rule" if not self.layer_types else next((t for t in self.layer_types if t != ATTENTION), ATTENTION)
+            types = self.layer_types or ["gated_delta_rule"]
+            self.mixer = next((t for t in types if t not in ATTENTION), types[0])
         if self.layer_types is None:
             self.layer_types = [self.mixer] * self.num_hidden_layers
         if self.intermediate_size is None:
@@ -131,7 +135,7 @@ class ChunkwiseConfig(PretrainedConfig):
             if getattr(self, field) < 1:
                 raise ValueError(f"ChunkwiseConfig: {field} must be at least 1, got {getattr(self, field)}")
         types = self.layer_types or []
-        known = [*all_mixers(), ATTENTION, NONE]
+        known = [*all_mixers(), *ATTENTION, NONE]
         for name in {*types, self.mixer}:
             if name not in known:
                 raise ValueError(f"ChunkwiseConfig: mixer and layer_types must be among {known}, got {name!r}")
@@ -140,9 +144,11 @@ class ChunkwiseConfig(PretrainedConfig):
         if types and self.mixer not in types:
             raise ValueError(f"ChunkwiseConfig: mixer = {self.mixer!r} is none of layer_types = {types}")
         activation(self.hidden_act)
-        taken = {"head_dim", "num_kv_heads", "rope_theta"} if ATTENTION in types else set()
-        for name in set(types) - {ATTENTION, NONE}:
-            taken |= fields_of(mixer_class(name))
+        taken: set[str] = set()
+        for name in set(types) - {NONE}:
+            taken |= ATTENTION[name] if name in ATTENTION else fields_of(mixer_class(name))
+        if "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("ChunkwiseConfig: sliding_attention layers need sliding_window, the tokens that each sees")
         for field in _optional_fields():
             if getattr(self, field) is not None and field not in taken:
                 raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses {field}, got {getattr(self, field)!r}")
@@ -155,7 +161,7 @@ def fields_of(mixer: type[Mixer]) -> set[str]:
 
 def _optional_fields() -> list[str]:
     """The fields of mixers: those of ChunkwiseConfig that some member takes and that are None by default."""
-    taken = {field for mixer in all_mixers().values() for field in fields_of(mixer)}
+    taken = {field for mixer in all_mixers().values() for field in fields_of(mixer)}.union(*ATTENTION.values())
     return [f.name for f in dataclasses.fields(ChunkwiseConfig) if f.name in taken and f.default is None]
 
 

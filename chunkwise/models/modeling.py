@@ -25,7 +25,7 @@ from ..nn import (
     mixer_class,
     plan_packing,
 )
-from .attention import FullAttention
+from .attention import Attention
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
 
@@ -40,9 +40,10 @@ class Block(GradientCheckpointingLayer):
         D, name = config.hidden_size, cast(list, config.layer_types)[layer_idx]
         self.layer_idx = layer_idx
         self.attn: nn.Module | None = None
-        if name == ATTENTION:
-            given = {n: getattr(config, n) for n in ("num_kv_heads", "head_dim", "rope_theta") if getattr(config, n) is not None}
-            self.attn = FullAttention(D, config.num_heads, layer_idx, **given)
+        if name in ATTENTION:
+            given = {n: getattr(config, n) for n in ATTENTION[name] - {"sliding_window"} if getattr(config, n) is not None}
+            window = config.sliding_window if "sliding_window" in ATTENTION[name] else None
+            self.attn = Attention(D, config.num_heads, layer_idx, window=window, **given)
         elif name != NONE:
             mixer = mixer_class(name)
             self.attn = mixer(D, config.num_heads, **config.mixer_options(name), **mixer.place(layer_idx, cast(list, config.layer_types)))
@@ -64,7 +65,7 @@ class Block(GradientCheckpointingLayer):
         state = None
         layer = None if cache is None else cache.layers[self.layer_idx]
         depth = Depth(floor, first)
-        if isinstance(self.attn, FullAttention):
+        if isinstance(self.attn, Attention):
             x = x + self.attn(self.attn_norm(x), packing, attention_mask, cache)
         elif isinstance(self.attn, Mixer):
             before = layer.state if isinstance(layer, MixerCacheLayer) else None
@@ -92,8 +93,7 @@ class ChunkwisePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Mixer):
-            for name, value in module.initial_values(next(module.parameters()).device).items():
-                init.copy_(module.get_parameter(name), value)
+            module.reset_parameters(init.copy_)
         elif isinstance(module, ChunkwiseModel) and hasattr(module, "lower_bounds"):
             init.zeros_(module.lower_bounds)
         elif isinstance(module, ShortConvolution):
@@ -154,9 +154,9 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
         cache = self.open(cache, past_key_values, use_cache)
         if packing is None:
             packing = self.plan(x, attention_mask, position_ids, cu_seqlens, cache)
-        if packing.documents and cache is not None and ATTENTION in cast(list, self.config.layer_types):
+        if packing.documents and cache is not None and ATTENTION.keys() & set(cast(list, self.config.layer_types)):
             if use_cache or cache.get_seq_length() > 0:
-                raise ValueError("packed documents leave no cache in a model with full_attention layers: pass use_cache=False")
+                raise ValueError("packed documents leave no cache in a model with attention layers: pass use_cache=False")
             cache = None
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None

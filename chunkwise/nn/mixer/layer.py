@@ -144,10 +144,16 @@ class Mixer(nn.Module):
         return {}
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Fill the parameters of `initial_values`; the modules fill their own. Right after `to_empty` on a meta-device build too."""
+    def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
+        """Fill the parameters of `initial_values`; the modules fill their own. Right after `to_empty` on a meta-device build too, and on
+        shards (DTensor), each of which gets its part of one draw. copy(parameter, value): who wants to have a say."""
         for name, value in self.initial_values(next(self.parameters()).device).items():
-            self.get_parameter(name).copy_(value)
+            parameter = self.get_parameter(name)
+            if hasattr(parameter, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+            copy(parameter, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in torch; marks the layer's own parameters (gates, mixtures, bonuses), which optimisers must not decay, whoever sets them

@@ -1,0 +1,72 @@
+"""The models on a GPU: the same function, gradients, packing, caches and tokens as in float64 on the CPU."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from model_case import build, cache_of, flat, gradients, ids, kinds
+from nn_agreement import agree
+
+from chunkwise.models.cache import CACHE_FIELD
+
+pytestmark = pytest.mark.gpu
+SIZES = dict(hidden_size=64, intermediate_size=64)
+
+
+def on_gpu(result):
+    return {n: t.detach().cpu() for n, t in result.items()}
+
+
+def run(model, x, **given):
+    model.zero_grad()
+    output = model(x, labels=x, **given)
+    output.loss.backward()
+    return on_gpu(flat(output.logits) | gradients(model))
+
+
+@kinds
+def test_logits_and_gradients_are_those_of_float64(kind):
+    model, x = build(**SIZES, **kind).train(), ids(2, 150)
+    truth, honest = run(copy.deepcopy(model).double(), x), run(model, x)
+    agree(run(model.cuda(), x.cuda()), truth, honest)
+
+
+@kinds
+def test_bfloat16_errs_as_on_the_cpu(kind):
+    model, x = build(**SIZES, **kind).to(torch.bfloat16).train(), ids(2, 150)
+    truth, honest = copy.deepcopy(model).double()(x).logits, model(x).logits
+    agree(on_gpu(flat(model.cuda()(x.cuda()).logits)), on_gpu(flat(truth)), on_gpu(flat(honest)))
+
+
+@kinds
+def test_packed_documents_are_separate_documents(kind):
+    model, x, cu = build(**SIZES, **kind).train(), ids(1, 150), torch.tensor([0, 70, 71, 150])
+    rows = [x[:, a:b] for a, b in itertools.pairwise(cu.tolist())]
+    with torch.no_grad():
+        truth = torch.cat([copy.deepcopy(model).double()(r).logits for r in rows], 1)
+        honest = torch.cat([model(r).logits for r in rows], 1)
+        model = model.cuda()
+        packed = model(x.cuda(), cu_seqlens=cu.cuda()).logits
+        changed = x.clone()
+        changed[:, :70] = ids(1, 70, seed=3)
+        assert torch.equal(model(changed.cuda(), cu_seqlens=cu.cuda()).logits[:, 70:], packed[:, 70:])
+    agree(on_gpu(flat(packed)), flat(truth), flat(honest))
+
+
+@kinds
+def test_cached_pieces_are_one_pass_and_generation_is_greedy(kind):
+    model, x = build(**SIZES, **kind), ids(2, 114)
+    with torch.no_grad():
+        truth, honest = copy.deepcopy(model).double()(x).logits, model(x).logits
+        model, cache, pieces = model.cuda(), None, []
+        for a, b in itertools.pairwise([0, 37, 42, 112, 113, 114]):
+            output = model(x[:, a:b].cuda(), use_cache=True, **({} if cache is None else {CACHE_FIELD: cache}))
+            cache = cache_of(output)
+            pieces.append(output.logits)
+        agree(on_gpu(flat(torch.cat(pieces, 1))), flat(truth), flat(honest))
+        together = model.generate(x.cuda(), max_new_tokens=8, do_sample=False)
+        for t in range(114, 122):  # every token is the likeliest, or within rounding of it
+            logits = model(together[:, :t]).logits[:, -1]
+            best, taken = logits.max(-1).values, logits.gather(1, together[:, t : t + 1])[:, 0]
+            assert (best - taken <= 64 * torch.finfo(logits.dtype).eps * logits.abs().max()).all()
