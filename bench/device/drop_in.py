@@ -1,0 +1,213 @@
+"""One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128, hidden 2048): through chunkwise's drop-in and through fla-core.
+
+    python bench/device/drop_in.py                       every side in a process of its own, in turn, twice; the errors beside the times
+    python bench/device/drop_in.py --sizes 1x256 --dtype float32 --device cpu --rounds 1 --sides ours,fallback
+
+Sides: ours (the drop-in), fla (fla-core's operator, transformers' convolution: what a user of both has), fla+conv (fla-core's operator, our
+convolution: the operators alone differ), fallback (transformers alone). Errors are relative, against the layer in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import inspect
+import json
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import torch
+
+HIDDEN = 2048
+
+
+def layer(device: str):
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    config = Qwen3_5TextConfig(
+        hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = Qwen3_5GatedDeltaNet(config, 0)
+    with torch.no_grad():
+        made.dt_bias.uniform_(-6.9, -2.3)  # softplus: 0.001 to 0.1, as trained models have it
+    return made.to(device)
+
+
+def results(model, x):
+    """Output, and the gradients of the input and of every parameter."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    out = model(x)
+    out.backward(torch.sin(torch.arange(out.numel(), device=x.device, dtype=torch.float32)).view(out.shape).to(out.dtype))
+    return {"out": out.detach(), "dx": x.grad, **{f"d{n}": p.grad for n, p in model.named_parameters()}}
+
+
+def errors(got, truth):
+    one = {n: ((got[n].double() - t).norm() / t.norm()).item() for n, t in truth.items()}
+    worst = max((e, n) for n, e in one.items() if n != "out")
+    return {"out": one["out"], "gradients": worst[0], "worst": worst[1]}
+
+
+def clock(call, device: str, repeat: int):
+    """(median milliseconds on the device's clock, median milliseconds of the call)."""
+    for _ in range(3):
+        call()
+    spans, calls = [], []
+    for _ in range(repeat):
+        if device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            calls.append((time.perf_counter() - start) * 1e3)
+            spans.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            call()
+            calls.append((time.perf_counter() - start) * 1e3)
+            spans.append(calls[-1])
+    return sorted(spans)[repeat // 2], sorted(calls)[repeat // 2]
+
+
+def graph_milliseconds(call, repeat: int):
+    """Median milliseconds of the captured call: the device's work without the host's."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return clock(graph.replay, "cuda", repeat)[0]
+
+
+def attempt(line, name, call):
+    try:
+        line[name] = call()
+    except Exception as error:
+        line[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+        if "--verbose" in sys.argv:
+            traceback.print_exc()
+
+
+def side(a) -> None:
+    """One side in this process."""
+    from chunkwise.compat import install_as_fla, patch_transformers
+
+    if a.side in ("ours", "fallback"):
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+    else:
+        import fla  # noqa: F401
+
+        if a.side == "fla+conv":  # causal_conv1d ours, fla theirs
+            shims = install_as_fla(replace=True)
+            ours = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
+            shims.undo()
+            sys.modules.update(ours)
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+    if a.side == "ours":
+        patch_transformers()
+    model = layer(a.device)
+    bound = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
+    for size in a.sizes.split(","):
+        line = {"side": a.side, "dtype": a.dtype, "operator": "/".join(pathlib.Path(bound.__code__.co_filename).parts[-3:]), "torch": torch.__version__}
+        measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a)
+        print("LINE " + json.dumps(line), flush=True)
+
+
+def measure(line, low, B: int, T: int, a) -> None:
+    """Errors and times of the layer `low` on B rows of T tokens, added to `line`."""
+    from chunkwise.compat import patch_transformers
+
+    line |= {"B": B, "T": T}
+    torch.manual_seed(1)
+    x = torch.randn(B, T, HIDDEN, device=a.device, dtype=getattr(torch, a.dtype))
+    if not a.no_errors:
+
+        def compare():
+            got = results(low, x)
+            with patch_transformers(replace=True):
+                return errors(got, results(copy.deepcopy(low).double(), x.double()))
+
+        attempt(line, "errors", compare)
+    grown = x.detach().clone().requires_grad_()
+    dout = torch.randn_like(x)
+
+    def forward():
+        with torch.no_grad():
+            return low(x)
+
+    def step():
+        for p in (grown, *low.parameters()):
+            p.grad = None
+        low(grown).backward(dout)
+
+    def first(call):
+        start = time.perf_counter()
+        call()
+        return round(time.perf_counter() - start, 2)
+
+    repeat = 20 if a.device == "cuda" else 1
+    for name, call in (("forward", forward), ("step", step)):
+        attempt(line, f"{name}_first_s", functools.partial(first, call))
+        attempt(line, f"{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
+        if a.device == "cuda":
+            attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
+    if a.compile:
+        torch._dynamo.reset()
+        attempt(line, "graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count)
+        torch._dynamo.reset()
+
+        def compiled():
+            whole = torch.compile(low, fullgraph=True)
+            return [round(t, 3) for t in clock(lambda: whole(grown).backward(dout), a.device, repeat)]
+
+        attempt(line, "compiled_step_ms", compiled)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side")
+    parser.add_argument("--sides", default="ours,fla,fla+conv")
+    parser.add_argument("--sizes", default="1x8192,4x4096")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--out", help="a file that the lines are added to")
+    a = parser.parse_args()
+    if a.side:
+        side(a)
+        return
+    for round_ in range(a.rounds):
+        for name in a.sides.split(","):
+            given = [sys.argv[0], "--side", name, "--sizes", a.sizes, "--dtype", a.dtype, "--device", a.device]
+            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0) + ["--verbose"] * a.verbose
+            ran = subprocess.run([sys.executable, *given], capture_output=True, text=True)
+            lines = [line.removeprefix("LINE ") for line in ran.stdout.splitlines() if line.startswith("LINE ")]
+            print("\n".join(lines) or f"{name}: {ran.stderr[-1500:]}", flush=True)
+            if a.verbose:
+                print(ran.stderr[-3000:])
+            if a.out:
+                with open(a.out, "a") as file:
+                    file.writelines(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
