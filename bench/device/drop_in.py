@@ -124,7 +124,8 @@ def side(a) -> None:
     model = layer(a.device)
     bound = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
     for size in a.sizes.split(","):
-        line = {"side": a.side, "dtype": a.dtype, "operator": "/".join(pathlib.Path(bound.__code__.co_filename).parts[-3:]), "torch": torch.__version__}
+        where = "/".join(pathlib.Path(bound.__code__.co_filename).parts[-3:])
+        line = {"side": a.side, "dtype": a.dtype, "operator": where, "torch": torch.__version__}
         measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a)
         print("LINE " + json.dumps(line), flush=True)
 
