@@ -40,18 +40,19 @@ def test_a_packed_call_compiles_once(op):
 
 
 @single
+@pytest.mark.parametrize("plan", ["chunk", "recurrent"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_operator_checks(op, packed):
+def test_operator_checks(op, packed, plan):
     if op.passes is not None:
         pytest.skip("its passes run the operators of other members")
     call = make(op, Case(T=20, H=2, n=2, K=4, V=3, N=3 if packed else None), torch.float32)
     x = op.lower(**call.x, **op.settings)
     gate = "none" if x.g is None else op.gate.value
     still = [None if t is None else t.detach() for t in (*x, call.S0, call.cu)]
-    args = (*still, None, gate, op.rule.value, "chunk", 16, 0.5, "ieee", True, True)
+    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", True, True)
     torch.library.opcheck(torch.ops.chunkwise.forward.default, args)
     o, S, saved = torch.ops.chunkwise.forward(*args)
-    args = (*still, None, gate, op.rule.value, "chunk", 16, 0.5, "ieee", saved, torch.randn_like(o), torch.randn_like(S))
+    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", saved, torch.randn_like(o), torch.randn_like(S))
     torch.library.opcheck(torch.ops.chunkwise.backward.default, args)
 
 
@@ -120,3 +121,13 @@ def test_only_the_state_may_be_used(op):
     both = torch.autograd.grad((o * 0).sum() + S.square().sum(), list(call.leaves().values()))
     for name, a, b in zip(call.leaves(), only, both):
         assert torch.equal(torch.zeros_like(b) if a is None else a, b), name
+
+
+@every
+def test_second_derivatives_are_refused(op):
+    """Backwards run on kernels and in place: what a graph through them would hold is not their derivative."""
+    call = make(op, Case(T=20, H=2, K=4, V=4))
+    o, _ = op(call.x)
+    d = torch.autograd.grad(o.square().sum(), list(call.x.values()), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(g.square().sum() for g in d).backward()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .problem import compute_dtype, power_of_two
 
@@ -208,6 +209,7 @@ class ElementwiseScan(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor, dhT: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: checkpointing hands it out once
         h0 = saved[2]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..spec import Gate, Rule, Streams
 from .plan import PLANS
@@ -113,6 +114,7 @@ class Recurrence(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, dST: Tensor, _: Tensor) -> tuple[Any, ...]:
         *inputs, saved = ctx.saved_tensors
         d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None)
