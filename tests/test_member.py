@@ -116,6 +116,16 @@ def test_a_product_is_delta_steps_of_which_the_last_is_read(steps):
         check({"o": o, "state": S}, {"o": p[:, steps - 1 :: steps], "state": R})
 
 
+@pytest.mark.parametrize(
+    ("gated", "plain"),
+    [("gated_delta_rule", "delta_rule"), ("kda", "delta_rule"), ("simple_gla", "linear_attn"), ("gla", "linear_attn")],
+)
+@pytest.mark.parametrize("T", [7, 65, 513])
+def test_gates_of_one_are_no_gates(gated, plain, T):
+    x = draw(gated, T=T)
+    same(gated, {**x, "g": torch.zeros_like(x["g"])}, plain, {n: t for n, t in x.items() if n != "g"})
+
+
 def test_a_product_without_gate_or_strength_is_one_of_ones():
     x = draw("gated_delta_product")
     k, v = (x[n].flatten(1, 2) for n in ("k", "v"))

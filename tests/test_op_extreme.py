@@ -111,6 +111,16 @@ def test_correlated_keys_lose_no_digit_in_single_precision(op):
         assert (got[name] - truth[name]).norm() < 1e-5 * truth[name].norm(), name
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if "use_gate_in_kernel" in op.defaults], ids=ids)
+def test_the_gate_s_gradient_keeps_its_digits_in_half_types(op):
+    """Decays as layers of Mamba's kind make them, from hardly any to exp(-16) a token."""
+    case = Case(T=256, H=2, K=16, V=16, chunk=64)
+    raw = lambda g: -torch.linspace(0.01, 16, g.shape[2]).view(-1, *[1] * (g.ndim - 3)) * torch.nn.functional.softplus(torch.randn_like(g))
+    got = judged(make(op, case, torch.bfloat16, log_decay=raw))
+    want = definition(make(op, case, torch.bfloat16, log_decay=raw))["dg"]
+    assert (got["dg"].double() - want).norm() < 1e-2 * want.norm()
+
+
 @gated
 def test_without_a_state_the_first_gate_has_nothing_to_forget(op):
     call = make(op, RAGGED, torch.float32)

@@ -1,0 +1,87 @@
+"""What README and docs say is so: names exist, files are there, commands take their options, cases have their tests."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import chunkwise
+from chunkwise.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+TESTS = {name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
+documents = pytest.mark.parametrize("document", DOCS, ids=lambda p: p.name)
+
+
+@documents
+def test_tests_named_in_the_documents_exist(document):
+    named = set(re.findall(r"\btest_\w+\b(?!\.py|\*)", document.read_text()))
+    files = {p.stem for p in (ROOT / "tests").rglob("*.py")}
+    assert not named - TESTS - files
+
+
+def test_every_case_has_its_test_or_a_reason():
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "cases.md").read_text().splitlines() if re.match(r"\| [A-Z]\d\d", line)]
+    seen = [entry for row in rows for entry in re.findall(r"[A-Z]\d\d", row[0])]
+    assert len(seen) == len(set(seen)) and len(seen) > 80
+    for entry, kind, tests in rows:
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert kind.strip() and (named or len(tests.split()) > 2), entry
+
+
+@documents
+def test_names_in_the_documents_exist(document):
+    for name in sorted(set(re.findall(r"\bchunkwise((?:\.\w+)+)", document.read_text()))):
+        found, parts = chunkwise, name.strip(".").split(".")
+        for i, part in enumerate(parts):
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                found = importlib.import_module("chunkwise." + ".".join(parts[: i + 1]))
+
+
+@documents
+def test_files_in_the_documents_are_there(document):
+    text = document.read_text()
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    quoted = [x for x in re.findall(r"`((?:chunkwise|tests|docs|bench)/[\w/.]*\w/?)`", text)]
+    for path in linked:
+        assert (document.parent / path).exists(), path
+    for path in quoted:
+        assert (ROOT / path).exists(), path
+
+
+@documents
+def test_commands_in_the_documents_take_their_options(document):
+    commands = get_command(app).commands
+    for line in re.findall(r"^\s*`?(chunkwise \w+[^#\n`]*)", document.read_text(), re.M):
+        words = line.split()
+        if words[1] in commands:
+            known = {o for p in commands[words[1]].params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+            assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known, line
+
+
+def test_the_version_is_the_distribution_s():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert chunkwise.__version__ == declared
+    try:
+        assert importlib.metadata.version("chunkwise") == declared
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("chunkwise is run from a checkout that is not installed")
+
+
+def test_operators_need_torch_alone():
+    code = (
+        "import sys, torch, chunkwise; before = set(sys.modules); x = torch.randn(1, 5, 1, 4)\n"
+        "chunkwise.linear_attn(x, x, x); chunkwise.explain('kda', T=9)\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "sys.exit(', '.join(new & {'transformers', 'triton', 'numpy', 'typer', 'einops'}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
