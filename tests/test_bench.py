@@ -201,6 +201,15 @@ def test_decoding_carries_the_state_and_has_no_backward(monkeypatch):
     assert made[OURS, "forward"]["ran"][0]["plan"] == "recurrent"
 
 
+@pytest.mark.parametrize("pool", ["float32", "bfloat16-vk"])
+def test_a_step_in_a_pool_is_proved_from_the_state_it_began_with(pool, monkeypatch):
+    monkeypatch.setattr(peer, "peers", lambda: {"right": Fake()})
+    c = case("kda", shape="3,1,2,4,8,4", dtype="bfloat16", pool=pool)
+    made = by_who(list(Bench(c, CPU, ["right"], passes=BOTH, rounds=2).rows()))
+    assert set(made) == {(OURS, "forward"), ("right", "forward")} and not any(r["wrong"] for r in made.values())
+    assert set(made[OURS, "forward"]["errors"]) == {"o", "S"} and made[OURS, "forward"]["case"]["pool"] == pool
+
+
 @pytest.mark.parametrize("op, shape", [("gated_delta_rule", "2,70,1,2,8,4"), ("kda", "2,70,2,2,8,4"), ("kda", "2,1,2,2,8,4")])
 def test_transformers_fallbacks_are_the_same_functions(op, shape):
     pytest.importorskip("transformers")

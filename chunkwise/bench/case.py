@@ -21,6 +21,8 @@ SHAPES = {
 }
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 GATES = ("slow", "fast")
+HALF = torch.bfloat16
+POOLS = {"float32": (torch.float32, False), "bfloat16": (HALF, False), "float32-vk": (torch.float32, True), "bfloat16-vk": (HALF, True)}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Case:
     N: int
     dtype: str
     gates: str  # slow: logsigmoid(normal) / 16, a quarter of the heads never forget; fast: logsigmoid(normal)
+    pool: str = ""  # a step of chunkwise.decode in a pool of such states, -vk: values first
 
     @property
     def member(self) -> Op:
@@ -62,7 +65,7 @@ class Case:
         return asdict(self)
 
 
-def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16", gates: str = "slow") -> Case:
+def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16", gates: str = "slow", pool: str = "") -> Case:
     """Check a request. Raises ValueError naming what was wanted and what was given."""
     if op not in all_ops():
         raise ValueError(f"bench: no member {op!r}; there are {', '.join(all_ops())}")
@@ -88,7 +91,12 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
         raise ValueError(f"bench: shape must have HV a multiple of H={sizes['H']}, got HV={sizes['HV']}")
     if N and sizes["B"] != 1:
         raise ValueError(f"bench: shape packs N={N} sequences into one row: B must be 1, got B={sizes['B']}")
-    return Case(op=op, form=form, shape=shape, **sizes, N=N, dtype=dtype, gates=gates)
+    c = Case(op=op, form=form, shape=shape, **sizes, N=N, dtype=dtype, gates=gates, pool=pool)
+    if pool and (pool not in POOLS or dtype == "float64"):
+        raise ValueError(f"bench: pool must be one of {', '.join(POOLS)}, for dtypes other than float64, got {pool!r} for {dtype}")
+    if pool and (not c.decode or N or form != "auto"):
+        raise ValueError(f"bench: a pool needs form auto and a shape of {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
+    return c
 
 
 class Inputs(NamedTuple):
@@ -116,6 +124,7 @@ def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
         x[n] = x[n].to(wide if scalar else c.torch_dtype)
     do = torch.randn(c.B, c.T, c.HV, c.V, dtype=wide, device=device).to(c.torch_dtype)
     S0 = op.draw_state(c.sizes, c.N or c.B, dtype=wide, device=device) if c.decode else None
+    S0 = S0.to(POOLS[c.pool][0]) if S0 is not None and c.pool else S0
     cu = offsets(c.T, c.N, torch.Generator().manual_seed(seed)).to(device) if c.N else None
     return Inputs(x, do, S0, cu)
 

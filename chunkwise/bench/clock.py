@@ -31,8 +31,11 @@ def percentiles(seconds: Sequence[float]) -> Samples:
 class Side:
     """One contender: `call` runs once; `wait` waits until its result is there."""
 
-    def __init__(self, call: Callable[[], Any], device: torch.device, wait: Callable[[Any], None] | None = None, capturable: bool = True):
-        self.call, self.device = call, device
+    def __init__(
+        self, call: Callable[[], Any], device: torch.device, wait: Callable[[Any], None] | None = None, capturable: bool = True,
+        restore: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        self.call, self.device, self.restore = call, device, restore or (lambda: None)
         self.cuda = device.type == "cuda"
         self.wait = wait or (lambda made: torch.cuda.synchronize(device) if self.cuda else None)
         self.capturable = capturable and self.cuda
@@ -99,6 +102,7 @@ class Side:
         """What a replay writes, into memory that held NaN before."""
         for t in tensors(self.kept):
             t.fill_(float("nan"))
+        self.restore()
         self.graph.replay()
         torch.cuda.synchronize(self.device)
         return self.kept

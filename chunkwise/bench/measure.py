@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import __version__
+from ..engine.decode import decode
 from . import peer as library
-from .case import Case, Inputs, draw
+from .case import POOLS, Case, Inputs, draw
 from .clock import Samples, Side, Time, peak, race
 from .count import ceiling, count, floor
 from .peer import Work
@@ -53,9 +55,30 @@ def limit(seconds: float | None) -> Iterator[None]:
 
 
 def ours(c: Case, x: Inputs) -> Work:
+    if c.pool and x.S0 is not None:
+        return step(c, x, x.S0)
     return library.torch_work(
         lambda t: c.member(t, form=c.form, initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu), x
     )
+
+
+def step(c: Case, x: Inputs, S0: Tensor) -> Work:
+    """A step in a pool, every sequence's state in a slot of its own, in no order."""
+    v_first = POOLS[c.pool][1]
+    index = torch.randperm(c.B, generator=torch.Generator().manual_seed(0)).to(S0.device, torch.int32)
+    slots = torch.empty_like(S0.mT.contiguous() if v_first else S0)
+
+    def restore() -> None:
+        slots[index.long()] = S0.mT if v_first else S0
+
+    def forward() -> dict[str, Tensor]:
+        return {"o": decode(c.member, x.x, slots, index, state_v_first=v_first), "S": slots}
+
+    def read(made: dict[str, Tensor]) -> dict[str, Tensor]:
+        S = made["S"][index.long()]
+        return {**made, "S": S.mT if v_first else S}
+
+    return Work(forward, None, read, restore=restore)
 
 
 class Watch(TorchDispatchMode):
@@ -66,6 +89,8 @@ class Watch(TorchDispatchMode):
         self.seen: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "chunkwise::decode":
+            self.seen = [{"backend": "kernels", "plan": "decode", "chunk": 0}]
         if func.name() == "chunkwise::forward":
             given = {**dict(zip((a.name for a in func._schema.arguments), args)), **(kwargs or {})}
             one = {"backend": "torch" if given["plan"] in TORCH else "kernels", "plan": given["plan"], "chunk": given["chunk"]}
@@ -174,7 +199,8 @@ class Bench:
             if call is None:
                 continue
             try:
-                side = Side(call, device, w.wait, w.capturable)
+                side = Side(call, device, w.wait, w.capturable, w.restore)
+                side.restore()
                 made, rows[who]["ran"] = watched(side.call) if who == OURS else (side.call(), [])
                 right = self._right(who, rows[who], proofs[who], w.read(made))
                 del made
@@ -230,5 +256,3 @@ class Bench:
         if getattr(library.peers().get(row["who"]), "truth", None) is not None:
             for n in ("tb_s", "tflop_s", "floor_ms", "to_floor"):
                 del row[n]  # counted for the member, not for another function
-
-

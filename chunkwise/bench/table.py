@@ -101,8 +101,9 @@ def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -
         own = run[OURS]
         c, ratio = own["case"], _ratio(own, [r for n, r in run.items() if n != OURS])
         backend = " (torch)" if threads is None and any(r["backend"] == "torch" for r in own["ran"]) else ""
+        pool = f", {c['pool']} pool" if c.get("pool") else ""
         text.append(
-            f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']} | {own['pass']} | {_time(own)}{backend} | "
+            f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']}{pool} | {own['pass']} | {_time(own)}{backend} | "
             + "".join(f"{_time(run.get(n))} | " for n in others)
             + f"{ratio} | {worst(own)[1]:.0e} |"
         )

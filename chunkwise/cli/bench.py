@@ -18,6 +18,7 @@ def bench(
     shape: Annotated[list[str] | None, typer.Option(help="S1, S2, S3 or B,T,H,HV,K,V[,N: packed sequences]; again for more.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, float32 on a CPU.")] = "auto",
     gates: Annotated[str, typer.Option(help="slow: a quarter of the heads never forget; fast.")] = "slow",
+    pool: Annotated[str, typer.Option(help="Instead of the form a step of chunkwise.decode in a pool: float32, bfloat16, -vk.")] = "",
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Forward and forward+backward, or forward alone.")] = True,
     peer: Annotated[list[str] | None, typer.Option(help="Another library, again for more; all, or none.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -47,6 +48,8 @@ def bench(
         print(f"{readme} {'is new' if changed else 'was up to date'}")
         return
     where = _device(device)
+    if first_call and pool:
+        raise Refusal("--first-call takes no --pool")
     if threads < 0 or repeat < 0 or warm_seconds < 0:
         raise Refusal("--threads, --repeat and --warm-seconds must be at least 0")
     if threads:
@@ -54,7 +57,7 @@ def bench(
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     with refusing(ValueError):
         names = ops or [n for n, op in all_ops().items() if plain(op)]
-        cases = [case(n, form, s, dtype, gates) for n in names for s in (shape or ["S1"])]
+        cases = [case(n, form, s, dtype, gates, pool) for n in names for s in (shape or ["S1"])]
         peers = select(peer or ["none"])
     if first_call:
         from chunkwise.bench.first import first_calls

@@ -28,7 +28,7 @@ class States(NamedTuple):
 
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the states are written where `s` says."""
-    c = config("recurrent", p)
+    c = config("recurrent_v_first" if s.v_first else "recurrent", p)
     erase = x.e if x.a is None else x.a
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
     unused = o = q.new_empty(p.B, p.T, p.HV, p.V)

@@ -34,8 +34,8 @@ def read(b_S, b_x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def write(b_S, b_k, b_x, V_FIRST: tl.constexpr):
-    """S + k x'."""
-    return b_S + on_keys(b_k, V_FIRST) * on_values(b_x, V_FIRST)
+    """S + k x'. Rounded once and so in every kernel, whatever else is in it: one token at a time or several give the same bits."""
+    return tl.fma(on_keys(b_k, V_FIRST), on_values(b_x, V_FIRST), b_S)
 
 
 @triton.jit
@@ -58,6 +58,25 @@ def softplus(b_x):
 
 
 @triton.jit
+def exp(b_x):
+    """e^x in fp32 for x <= 0, to a rounding: a head that always forgets at one rate would add up the hardware's few.
+
+    x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its series, 2^n exact.
+    """
+    b_x = tl.where(b_x < -104.0, -104.0, b_x)  # NaN stays
+    b_n = tl.floor(b_x * 1.4426950408889634 + 0.5)
+    b_r = tl.fma(b_n, -0.693145751953125, b_x)  # ln 2 in two parts: n times the first is exact
+    b_r = tl.fma(b_n, -1.42860677e-06, b_r)
+    b_p = tl.fma(b_r, 1.0 / 5040, 1.0 / 720)
+    b_p = tl.fma(b_r, b_p, 1.0 / 120)
+    b_p = tl.fma(b_r, b_p, 1.0 / 24)
+    b_p = tl.fma(b_r, b_p, 1.0 / 6)
+    b_p = tl.fma(b_r, b_p, 0.5)
+    b_p = tl.fma(b_r * b_r, b_p, b_r)
+    return tl.exp2(b_n) * (b_p + 1.0)
+
+
+@triton.jit
 def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
     """e^g in fp32 of a log decay, or of a raw gate: "softplus" g = -A softplus(g + bias), "bounded" g = bound sigmoid(A (g + bias))."""
     b_g = b_g.to(tl.float32)
@@ -65,7 +84,7 @@ def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
         b_g = -A * softplus(b_g + b_bias)
     elif RAW == "bounded":
         b_g = bound * sigmoid(A * (b_g + b_bias))
-    return tl.exp(b_g)
+    return exp(b_g)
 
 
 @triton.jit(do_not_specialize=["T", "HV", "columns"])
@@ -132,7 +151,7 @@ def recurrent_kernel(
         else:
             b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
     if GATE == "head":
-        b_f = tl.exp(tl.load(g + i_hv).to(tl.float32))
+        b_f = exp(tl.load(g + i_hv).to(tl.float32))
     if BONUS:
         b_u = tl.load(u + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
     for t in range(1 if ONE else Tn):
@@ -179,11 +198,11 @@ def recurrent_kernel(
                 b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
         else:
             b_w = b_v
-        b_o += tl.sum(b_q * b_u * b_k if BONUS else b_q * b_k, 0) * b_w
+        b_o = tl.fma(tl.sum(b_q * b_u * b_k if BONUS else b_q * b_k, 0), b_w, b_o)
         b_S = write(b_S, b_k, b_w, V_FIRST)
         if RULE == "dplr":
             b_b = tl.load(b + row * sb + (i_hv // GROUP_B) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-            b_o += tl.sum(b_q * b_b, 0) * b_x
+            b_o = tl.fma(tl.sum(b_q * b_b, 0), b_x, b_o)
             b_S = write(b_S, b_b, b_x, V_FIRST)
         tl.store(o + (row * HV + i_hv) * V + o_v, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=m_v)
         if EACH:

@@ -35,6 +35,7 @@ class Work:
     read: Callable[[Any], dict[str, Tensor]] = dict
     wait: Callable[[Any], None] | None = None
     capturable: bool = True
+    restore: Callable[[], None] | None = None  # what a call has changed in place, back to how it was; it is proved so, not timed
 
 
 def torch_work(call: Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]], x: Inputs) -> Work:
