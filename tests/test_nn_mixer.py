@@ -9,6 +9,7 @@ from nn_agreement import agree
 from nn_case import MEMBERS, D, agree_with_gradients, build, draw, keywords, with_gradients
 from torch.nn import functional as F
 
+from chunkwise.engine.prologue import prologue
 from chunkwise.nn import Depth, all_mixers, mixer_class, parameters_without_decay, plan_packing
 from chunkwise.nn.mixer import layer as core
 from chunkwise.nn.mixer.layer import Window
@@ -182,6 +183,7 @@ def test_half_precision_leaves_the_gate_exact(name, half):
     x = draw(1, 20, D).to(half)
     plan = plan_packing(1, 20)
     inputs, _ = layer.operands(x, Window(plan, None, False), plan.positions, Depth())
+    inputs = prologue(name, inputs, {**layer.member.defaults, **layer.op_options, **layer.call_options()})
     exact = {n: t for n, t in inputs.items() if layer.member.args[n].free_dtype and n != "dt"}  # Mamba hands dt over as it is projected
     assert exact and all(t.dtype == torch.float32 for t in exact.values())
     if "g" in exact:

@@ -95,7 +95,7 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
     if pool and (pool not in POOLS or dtype == "float64"):
         raise ValueError(f"bench: pool must be one of {', '.join(POOLS)}, for dtypes other than float64, got {pool!r} for {dtype}")
     if pool and (not c.decode or N or form != "auto"):
-        raise ValueError(f"bench: a pool needs form auto and a shape of {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
+        raise ValueError(f"bench: a pool needs form auto and {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
     return c
 
 

@@ -5,13 +5,12 @@ Yang, Kautz, Hatamizadeh. Gated Delta Networks: Improving Mamba2 with Delta Rule
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..norm import wide
-from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
 class GatedDeltaNet(HeadMixer):
@@ -19,14 +18,14 @@ class GatedDeltaNet(HeadMixer):
     expand_v = 2.0
     use_short_conv = True
     qkv_activation = "silu"
-    op_options = {"use_qk_l2norm_in_kernel": True}
+    op_options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     keep_float32 = ("A_log", "dt_bias")
     A_log: Tensor
     dt_bias: Tensor
 
     def __init__(self, hidden_size: int, num_heads: int, *, allow_neg_eigval: bool = False, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
-        self.beta_scale = 2.0 if allow_neg_eigval else 1.0  # beta in (0, 2): I - beta k k' may reflect
+        self.allow_neg_eigval = allow_neg_eigval  # beta in (0, 2): I - beta k k' may reflect
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
@@ -35,5 +34,7 @@ class GatedDeltaNet(HeadMixer):
         return mamba_gate_values(self.num_v_heads, self.num_v_heads, device)
 
     def streams(self, x: Tensor) -> dict[str, Tensor]:
-        g = log_softplus_gate(self.a_proj(x), self.A_log, self.dt_bias)  # [B, T, HV]
-        return {"g": g, "beta": wide(self.b_proj(x)).sigmoid() * self.beta_scale}
+        return {"g": self.a_proj(x), "beta": self.b_proj(x)}  # [B, T, HV]
+
+    def call_options(self) -> dict[str, Any]:
+        return {"A_log": self.spread(self.A_log), "dt_bias": self.spread(self.dt_bias), "allow_neg_eigval": self.allow_neg_eigval}

@@ -5,13 +5,12 @@ Kimi Team. Kimi Linear: An Expressive, Efficient Attention Architecture. 2025.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..norm import wide
-from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
 class KimiDeltaAttention(HeadMixer):
@@ -21,7 +20,7 @@ class KimiDeltaAttention(HeadMixer):
     use_short_conv = True
     qkv_activation = "silu"
     gate_activation = "sigmoid"
-    op_options = {"use_qk_l2norm_in_kernel": True}
+    op_options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     keep_float32 = ("A_log", "dt_bias")
     A_log: Tensor
     dt_bias: Tensor
@@ -38,7 +37,7 @@ class KimiDeltaAttention(HeadMixer):
         super().__init__(hidden_size, num_heads, **options)
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"kda: lower_bound must be negative, got {lower_bound}")
-        self.beta_scale = 2.0 if allow_neg_eigval else 1.0  # beta in (0, 2): I - beta k k' may reflect
+        self.allow_neg_eigval = allow_neg_eigval  # beta in (0, 2): I - beta k k' may reflect
         self.lower_bound = lower_bound
         channels = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
@@ -54,10 +53,8 @@ class KimiDeltaAttention(HeadMixer):
         return mamba_gate_values(self.num_v_heads, self.num_v_heads * self.head_k_dim, device)
 
     def streams(self, x: Tensor) -> dict[str, Tensor]:
-        f = self.f_proj(x).unflatten(-1, (self.num_v_heads, -1))  # [B, T, HV, K]
-        A_log, dt_bias = self.A_log.unsqueeze(-1), self.dt_bias.view(self.num_v_heads, -1)
-        if self.lower_bound is None:
-            g = log_softplus_gate(f, A_log, dt_bias)
-        else:
-            g = self.lower_bound * (wide(A_log).exp() * (wide(f) + wide(dt_bias))).sigmoid()
-        return {"g": g, "beta": wide(self.b_proj(x)).sigmoid() * self.beta_scale}
+        return {"g": self.f_proj(x).unflatten(-1, (self.num_v_heads, -1)), "beta": self.b_proj(x)}  # [B, T, HV, K], [B, T, HV]
+
+    def call_options(self) -> dict[str, Any]:
+        gate = {"A_log": self.spread(self.A_log), "dt_bias": self.spread(self.dt_bias), "lower_bound": self.lower_bound}
+        return {**gate, "allow_neg_eigval": self.allow_neg_eigval}

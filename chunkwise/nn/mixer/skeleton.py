@@ -145,6 +145,11 @@ class HeadMixer(Mixer):
         axis = {n: next(i for i, x in enumerate(a.axes.split()) if x in ("H", "HV")) for n, a in self.member.args.items()}
         return {n: t if n == "q" else t.repeat_interleave(share, axis[n]) for n, t in inputs.items()}
 
+    def spread(self, p: Tensor) -> Tensor:
+        """A parameter [HV * channels] of the key heads' gates, as `shared` does with the gates."""
+        share = self.num_heads // self.num_k_heads
+        return p if share == 1 else p.view(self.num_v_heads, -1).repeat_interleave(share, 0).flatten()
+
     def gate(self, x: Tensor) -> Tensor | None:
         """The output gate [B, T, channels of o], or None."""
         return self.g_proj(x) if self.has_gate else None
