@@ -10,7 +10,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ELSEWHERE = {"all_ops": "spec", "Gate": "spec", "Rule": "spec", "explain": "engine.explain", "decode": "engine.decode"}
+_ELSEWHERE = {
+    "all_ops": "spec", "Gate": "spec", "Rule": "spec",
+    "explain": "engine.explain", "decode": "engine.decode", "prefill": "engine.prefill",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,15 @@
 """A decode step against the member's recurrent form: a step is the form from the slot's state, and nothing else changes."""
 
+import doctest
 import re
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from oracle import OPS, Case, ids, make
 
-from chunkwise import decode
+from chunkwise import decode, prefill
 from chunkwise.spec import Op, Rule, Streams
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
@@ -123,6 +125,37 @@ def test_packed_sequences_are_separate_ones(op):
     assert wide[into[2]].isnan().all() and wide[into[0, 1:]].isnan().all() and torch.equal(wide[:5], S)
 
 
+@every
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prompt_goes_from_slots_into_slots(op, packed):
+    """Of three sequences one is a padded lane, one begins from nothing where junk was, one goes on."""
+    x, pool = drawn(op, T=5)
+    index, fresh = LANES.to(oracle.DEVICE), torch.tensor([False, False, True], device=oracle.DEVICE)
+    pool[1], before = float("nan"), pool.clone()
+    cu = None if not packed else torch.arange(0, 5 * N + 1, 5, dtype=torch.int32, device=oracle.DEVICE)
+    rows = {n: z.flatten(0, 1)[None] if op.args[n].per_token and packed else z for n, z in x.items()}
+    o = prefill(op, rows, pool, index, fresh=fresh, cu_seqlens=cu).view(N, 5, *pool.shape[1:2], -1)
+    for n, slot in ((0, 4), (2, 1)):
+        want, S = op(lanes(op, x, n), initial_state=None if fresh[n] else before[slot : slot + 1], output_final_state=True)
+        near(o[n : n + 1], want)
+        near(pool[slot], S[0])
+    assert (o[1] == 0).all() and pool[[0, 2, 3, 5]].isnan().all()
+
+
+@every
+def test_snapshots_are_where_a_prefix_ends(op):
+    x, pool = drawn(op, T=5)
+    x = {n: z[[0, 2]] if op.args[n].per_token else z for n, z in x.items()}
+    index, into = LANES[[0, 2]].to(oracle.DEVICE), torch.tensor([[0, 2], [-1, 3]], device=oracle.DEVICE)
+    other = pool.clone()
+    o = prefill(op, x, pool, index, every=2, into=into)
+    near(o, prefill(op, x, other, index))
+    near(pool[[4, 1]], other[[4, 1]])
+    rest = {n: z[:, 4:] if op.args[n].per_token else z for n, z in x.items()}
+    near(decode(op, rest, pool[[2, 3]]), o[:, 4:])
+    assert not pool[0].isnan().any() and pool[5].isnan().all()
+
+
 def raw(op: Op, x: dict[str, torch.Tensor]) -> dict[str, object]:
     """Options that leave everything to the step."""
     o: dict[str, object] = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
@@ -216,6 +249,28 @@ def test_what_does_not_fit_is_refused_by_name(changed, says):
     call = dict(op=BASIC, inputs=x, pool=pool, index=LANES)
     with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         decode(**{**call, **changed})
+
+
+PROMPT = {
+    "a state": (dict(initial_state=None), "unexpected keyword 'initial_state': states come from and go to the pool"),
+    "fresh of numbers": (dict(fresh=torch.zeros(3)), "fresh must be a bool tensor [N] = [3], got [3]"),
+    "snapshots nowhere": (dict(every=1), "every and into go together, got every=1 and no into"),
+    "snapshots too many": (dict(every=1, into=LANES.expand(2, 3).mT), "into must be [N, T // every] = [3, 1] on cpu, got [3, 2] on cpu"),
+    "snapshots beyond the pool": (dict(every=1, into=LANES[:, None] + 2), "into must name slots below 6, got 6"),
+}
+
+
+@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="values of tensors on a GPU are not looked at")
+@pytest.mark.parametrize("changed, says", PROMPT.values(), ids=PROMPT)
+def test_a_prompt_that_does_not_fit_is_refused_by_name(changed, says):
+    x, pool = drawn(BASIC)
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"prefill {BASIC.name}: {says}")):
+        prefill(**{**dict(op=BASIC, inputs=x, pool=pool, index=LANES), **changed})
+
+
+def test_the_examples_run():
+    failed, tried = doctest.testfile(str(Path(__file__).parents[1] / "docs" / "decode.md"), module_relative=False)
+    assert tried and not failed
 
 
 def test_a_gradient_is_refused():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spec import Gate, Op, Rule, Streams, all_ops
+from ..spec import Gate, Op, Rule, Streams
 from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
 from .library import STREAM_INPUTS, STREAMS
-from .problem import problem
+from .pool import Where, check, member
+from .problem import given, problem
 from .prologue import check_prologue
 from .raw import RAW, Raw, raw_streams
 
@@ -42,23 +42,6 @@ def _fake(*args: Any) -> Tensor:
 
 _LIBRARY.impl("decode", step, "CompositeExplicitAutograd")
 torch.library.register_fake("chunkwise::decode", _fake, lib=_LIBRARY)
-
-
-@dataclass(frozen=True)
-class Where:
-    """The slots of a step; see `decode`."""
-
-    N: int
-    index: Tensor | None
-    into: Tensor | None
-    accepted: Tensor | None
-    parents: Tensor | None
-    cu_seqlens: Tensor | None
-    v_first: bool
-
-    @property
-    def columns(self) -> int:
-        return 0 if self.into is None else self.into.shape[1]
 
 
 def decode(
@@ -96,31 +79,28 @@ def decode(
     >>> pool.flatten(1).any(1).nonzero().flatten().tolist()
     [2, 5]
     """
-    op = _member(op)
-    given = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}
+    op = member("decode", op)
+    known = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}
     for name in options:
-        if name not in given:
-            raise TypeError(f"decode {op.name}: unexpected keyword {name!r}; it takes {', '.join(given) or 'none'}")
-    o = {**given, **options}
+        if name not in known:
+            raise TypeError(f"decode {op.name}: unexpected keyword {name!r}; it takes {', '.join(known) or 'none'}")
+    o = {**known, **options}
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"decode {op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    x = _split(op, inputs, pool, state_v_first)
+    x, who = _split(op, inputs, pool, state_v_first), f"decode {op.name}"
     sizes = op.check(x)
-    _check_gradient(op, x, pool)
     check_prologue(op.name, x, o)
-    query = x[op.query]
-    B, T, device = sizes["B"], sizes["T"], query.device  # type: ignore[union-attr]
+    query, B, T = given(x[op.query]), sizes["B"], sizes["T"]
     if cu_seqlens is not None:
-        check_offsets(f"decode {op.name}", cu_seqlens, None, B, T, device)
+        check_offsets(who, cu_seqlens, None, B, T, query.device)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     into = index if into is None and accepted is not None else into
     w = Where(N, index, into, accepted, parents, cu_seqlens, state_v_first)
-    _check_pool(op, pool, op.state_shape(sizes, 1)[1:], w, query)  # type: ignore[arg-type]
-    _check_slots(op, pool, w, T)
+    check(who, op, x, pool, sizes, w)
     if T == 0 or N == 0:
-        return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])  # type: ignore[union-attr]
+        return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
     scale = op.scale if o.get("scale") is None else float(o["scale"])
-    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, pool, sizes)  # type: ignore[arg-type]
+    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, sizes)
     if backend == "triton" and missing is not None:
         raise ValueError(f"decode {op.name}: backend='triton' cannot serve this call: {missing}")
     if missing is not None:
@@ -132,14 +112,6 @@ def decode(
     gate = Gate.NONE if s.g is None else op.gate
     where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
     return torch.ops.chunkwise.decode(*s, pool, *where, state_v_first, gate.value, op.rule.value, scale, *raw)
-
-
-def _member(op: Op | str) -> Op:
-    if isinstance(op, Op):
-        return op
-    if op not in all_ops():
-        raise ValueError(f"decode: op must be a member, one of {', '.join(all_ops())}, got {op!r}")
-    return all_ops()[op]
 
 
 def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: bool) -> dict[str, Tensor | None]:
@@ -166,72 +138,7 @@ def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: b
     return {n: x.get(n) for n in op.args}
 
 
-def _check_gradient(op: Op, x: Mapping[str, Tensor | None], pool: Tensor) -> None:
-    for name, t in (*x.items(), ("pool", pool)):
-        if torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad:
-            raise ValueError(f"decode {op.name}: has no gradient, and {name} requires one: call it under torch.no_grad()")
-
-
-def _check_pool(op: Op, pool: Any, shape: tuple[int, ...], w: Where, query: Tensor) -> None:
-    if not isinstance(pool, Tensor) or not pool.is_floating_point():
-        raise TypeError(f"decode {op.name}: pool must be a floating tensor, got {getattr(pool, 'dtype', type(pool).__name__)}")
-    if (pool.dtype == torch.float64) != (query.dtype == torch.float64):
-        raise TypeError(f"decode {op.name}: pool must be float64 where {op.query} is, and not elsewhere, got {pool.dtype}")
-    if pool.device != query.device:
-        raise ValueError(f"decode {op.name}: pool is on {pool.device}, {op.query} is on {query.device}")
-    axes = op.state.split()[1:]
-    if w.v_first:
-        axes, shape = [axes[0], axes[2], axes[1]], (shape[0], shape[2], shape[1])
-    if tuple(pool.shape[1:]) != shape or pool.ndim != 4:
-        raise ValueError(f"decode {op.name}: pool must be [slots, {', '.join(axes)}] = [slots, {str(shape)[1:-1]}], got {list(pool.shape)}")
-    if not pool[:1].is_contiguous():
-        raise ValueError(f"decode {op.name}: pool must be dense inside a slot, got strides {list(pool.stride())}")
-    if w.index is None and pool.shape[0] != w.N:
-        raise ValueError(f"decode {op.name}: pool must have a slot for each of {w.N} sequences without an index, got {pool.shape[0]}")
-
-
-def _check_slots(op: Op, pool: Tensor, w: Where, T: int) -> None:
-    tables = {"index": w.index, "into": w.into, "accepted": w.accepted, "parents": w.parents}
-    for name, t in tables.items():
-        if t is None:
-            continue
-        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"decode {op.name}: {name} must be an int32 or int64 tensor, got {getattr(t, 'dtype', type(t).__name__)}")
-        if t.device != pool.device:
-            raise ValueError(f"decode {op.name}: {name} is on {t.device}, pool is on {pool.device}")
-        wide = name in ("into", "parents") or (name == "index" and w.accepted is not None)
-        if t.ndim != 1 + wide or t.shape[0] != w.N:
-            want = f"[N, columns] with N={w.N}" if wide else f"[N] = [{w.N}]"
-            raise ValueError(f"decode {op.name}: {name} must be {want}, got {list(t.shape)}")
-        if wide and w.into is not None and t.shape != w.into.shape:
-            raise ValueError(f"decode {op.name}: {name} must have into's shape {list(w.into.shape)}, got {list(t.shape)}")
-    if w.accepted is not None and w.index is None:
-        raise ValueError(f"decode {op.name}: accepted needs index [N, columns]")
-    if w.parents is not None and w.into is None:
-        raise ValueError(f"decode {op.name}: parents needs into [N, columns]: children go on from states that are kept")
-    if w.into is not None and w.cu_seqlens is None and w.columns < T:
-        raise ValueError(f"decode {op.name}: into must have a column for each of T={T} tokens, got {w.columns}")
-    if pool.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_values(op, pool, w, T)
-
-
-def _check_values(op: Op, pool: Tensor, w: Where, T: int) -> None:
-    """What only the host can tell."""
-    for name, t in (("index", w.index), ("into", w.into)):
-        if t is not None and t.numel() and int(t.max()) >= len(pool):
-            raise ValueError(f"decode {op.name}: {name} must name slots below {len(pool)}, got {int(t.max())}")
-    if w.accepted is not None and w.index is not None and w.N and int(w.accepted.max()) > w.index.shape[1]:
-        raise ValueError(f"decode {op.name}: accepted must be at most index's {w.index.shape[1]} columns, got {int(w.accepted.max())}")
-    if w.cu_seqlens is not None and w.into is not None and w.N and int(w.cu_seqlens.diff().max()) > w.columns:
-        longest = int(w.cu_seqlens.diff().max())
-        raise ValueError(f"decode {op.name}: into must have a column for each of a sequence's {longest} tokens, got {w.columns}")
-    if w.parents is not None:
-        tokens = w.parents if w.cu_seqlens is not None else w.parents[:, :T]
-        if (tokens >= torch.arange(tokens.shape[1])).any():
-            raise ValueError(f"decode {op.name}: parents must name earlier tokens, got {tokens.tolist()}")
-
-
-def _no_kernel(op: Op, query: Tensor, pool: Tensor, sizes: Mapping[str, int]) -> str | None:
+def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int]) -> str | None:
     """Why the one kernel cannot serve, or None."""
     if query.device.type not in ("cuda", "meta"):  # tensors without contents stand for a GPU's
         return f"the tensors are on {query.device.type}, not on a GPU"
