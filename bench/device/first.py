@@ -91,7 +91,9 @@ def pieces(cell: str, p: Problem, x: Streams) -> dict[str, Callable[[], object]]
     """Every stage as a function of nothing; earlier stages' results are computed once."""
     S0, do = None, torch.randn_like(x.v)
     at = stages.index(p)
-    T, decayed = plan_triton.scores_of(p, x, at, None)
+    saved, _ = plan_triton.scores_of(p, x, at, None)
+    saved, decayed = plan_triton.scores_of(p, x, at, saved)
+    T = saved[-1] if saved is not None and p.rule is Rule.DELTA else None
     run: dict[str, Callable[[], object]] = {}
     if p.gate is Gate.KEY:
         run["score"] = lambda: plan_triton.scores_of(p, x, at, None)

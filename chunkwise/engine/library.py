@@ -82,8 +82,9 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     ST = x.q.new_empty((N, HV, K, V) if final else (0,), dtype=state if final else o.dtype)
     plan, chunk = switches[4], switches[5]
     saved: tuple[int, ...] = (0,)
-    if save and plan == "triton" and switches[3] != Rule.ADD.value:
-        return o, ST, x.q.new_empty(B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk))
+    if save and plan == "triton":
+        n = PLANS[plan]().kept(switches[2], switches[3])
+        return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk)) if n else (0,))
     if save and plan == "chunk":
         saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
     return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)

@@ -29,28 +29,37 @@ def initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
     return S.to(torch.float32, copy=True)
 
 
-def scores_of(p: Problem, x: Streams, at: stages.Index, T: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
-    """(T, the decayed operands of the scan) for gates per key, (T, None) for all others."""
+def kept(gate: str, rule: str) -> int:
+    """How many [B, T, HV, C] the forward pass leaves to the backward: scores under gates per key, the delta rule's inverse."""
+    return (gate == Gate.KEY) + (rule == Rule.DELTA)
+
+
+def scores_of(p: Problem, x: Streams, at: stages.Index, saved: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
+    """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan."""
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
 
-        made = scores(p, x, at)
-        return made.T, (made.M, made.qd, made.kd, made.kr, made.decay)
-    if T is None and p.rule is Rule.DELTA:
-        T = stages.inverse(p, x, at)
-    return T, None
+        return scores(p, x, at, saved)
+    if saved is None and p.rule is Rule.DELTA:
+        saved = stages.inverse(p, x, at)[None]
+    return saved, None
+
+
+def _inverse(p: Problem, saved: Tensor | None) -> Tensor | None:
+    return saved[-1] if saved is not None and p.rule is Rule.DELTA else None
 
 
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, T to save if `save` and the rule has one."""
+    """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, what to save if `save`."""
     if p.T == 0 or p.N == 0:
-        T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if save and p.rule is Rule.DELTA else None
-        return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, T
+        n = kept(p.gate, p.rule) if save else 0
+        saved = torch.empty(n, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if n else None
+        return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, saved
     with on_device(x.q):
         at = stages.index(p)
-        T, decayed = scores_of(p, x, at, None)
-        made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True)
-    return given(made.o), made.ST, T if save else None
+        saved, decayed = scores_of(p, x, at, None)
+        made = stages.state_pass(p, x, at, S0, T=_inverse(p, saved), decayed=decayed, final=final, output=True)
+    return given(made.o), made.ST, saved if save else None
 
 
 def backward(
@@ -64,7 +73,10 @@ def backward(
         return zeros, None if S0 is None else initial(p, dST, x.q.device)
     with on_device(x.q):
         at = stages.index(p)
-        T, decayed = scores_of(p, x, at, saved)
+        if saved is None:
+            saved, _ = scores_of(p, x, at, None)
+        saved, decayed = scores_of(p, x, at, saved)
+        T = _inverse(p, saved)
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
         back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
         d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed)

@@ -14,6 +14,7 @@ from ..kernels.index import index_kernel
 from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
 from ..spec import Gate, Rule, Streams
+from .launch import descriptor, launch
 from .problem import Problem
 from .stages_triton_split import Ends, can_carry, carry, empty_ends
 from .tune import WHOLE, Cut, card, config, split
@@ -87,9 +88,9 @@ def inverse(p: Problem, x: Streams, at: Index) -> Tensor:
     c = config("inverse", p)
     (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
     T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device)
-    inverse_kernel[(at.slots * p.HV,)](
-        e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
-        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, IPT=solves(p), **switches(p), **c.launch,
+    launch(
+        inverse_kernel, at.slots * p.HV, e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
+        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, IPT=solves(p), **switches(p), config=c,
     )  # fmt: skip
     return T
 
@@ -106,7 +107,7 @@ def chunks(at: Index, unused: Tensor) -> Tensor:
 def described(x: Tensor, d: int, C: int, block: int) -> TensorDescriptor:
     """[B, T, heads, D], rows d apart, as a descriptor of [B, heads, T, D] for blocks of C rows: zeros beyond T and D, no writes there."""
     B, T, H, D = x.shape
-    return TensorDescriptor(x, [B, H, T, D], [T * d, D, d, 1], [1, 1, C, block])
+    return descriptor(x, [B, H, T, D], [T * d, D, d, 1], [1, 1, C, block])
 
 
 def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
@@ -116,14 +117,22 @@ def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
     return card().engine and not any(d % 8 or x.data_ptr() % 16 for x, d in xs)
 
 
-Decayed = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]  # M, qd, kd, kr, decay of the score stage
+class Decayed(NamedTuple):
+    """What the state pass reads in place of q, k and g where gates are per key: made by the score stage."""
+
+    M: Tensor  # [B, T, HV, C] scale M_qk
+    qd: Tensor  # [B, T, HV, K] scale q e^G
+    kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases
+    kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
+    decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
+    near: Tensor | None  # for the gradients: [slots, HV] uint8, whether a chunk's pairs may meet around its middle
 
 
 class Scan(NamedTuple):
     """What one state pass made; None where it was not asked for."""
 
     o: Tensor | None = None  # [B, T, HV, V]
-    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX
+    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where the rule adds
     S: Tensor | None = None  # [slots, HV, V, K]: the state each chunk met; reversed: the gradient of the state it left
     ST: Tensor | None = None  # [N, HV, K, V] fp32: the state after the last token; reversed: the gradient of the initial one
     ends: Ends | None = None  # where sequences are cut into pieces: what the pieces make of any state
@@ -135,7 +144,7 @@ def state_pass(
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
-    decayed (gates per key): (M, qd, kd, kr, decay) of the score stage, in place of q, k and g.
+    decayed (gates per key): of the score stage, in place of q, k and g.
     Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
     (with `last` also the last piece's, which a gradient of the last state needs); where there are none they are made.
     """
@@ -171,7 +180,7 @@ def scan(
         (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
         M = decay = unused
     else:
-        M, q, kd, k, decay = decayed
+        M, q, kd, k, decay, _ = decayed
         e, sk = k if kd is None else kd, p.HV * p.K
     run = ends or cut.pieces
     kind = "ends" if ends else "reverse" if reverse else "" if output else "states"
@@ -179,7 +188,7 @@ def scan(
     heads = (p.B, p.T, p.HV, p.V)
     made = Scan(
         torch.empty(heads, dtype=p.dtype, device=device) if output else None,
-        torch.empty(heads, dtype=p.dtype, device=device) if delta and store else None,
+        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or reverse) else None,
         torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
         torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
     )
@@ -197,13 +206,13 @@ def scan(
         v = described(v, sv, p.C, c.BV)
         out[:2] = (described(x, p.HV * p.V, p.C, c.BV) for x in out[:2])
         if made.S is not None:
-            out[2] = TensorDescriptor(made.S, list(made.S.shape), list(made.S.stride()), [1, 1, c.BV, c.BK])
+            out[2] = descriptor(made.S, made.S.shape, made.S.stride(), [1, 1, c.BV, c.BK])
         T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
-    state_pass_kernel[(p.N * run * p.HV * blocks,)](
-        q, e, k, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
+    launch(
+        state_pass_kernel, p.N * run * p.HV * blocks, q, e, k, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
         dense(S0, unused), dense(p.cu_seqlens, unused), unused if at.first is None else at.first, *out, kept,
         sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H, DELTA=delta, ERASE=x.e is not None, USE_BETA=x.beta is not None,
-        INITIAL=S0 is not None, FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p), **c.launch,
+        INITIAL=S0 is not None, FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p), config=c,
     )  # fmt: skip
     return made

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.grad import grad_kernel
 from ..kernels.grad_blocks import grad_blocks_kernel
 from ..spec import Gate, Rule, Streams
+from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, switches
 from .tune import card, config, padded
 
 
-def _outputs(p: Problem, x: Streams, like: Tensor) -> Streams:
-    """Gradients to fill: [B, T, HV, ...], per value head; of q, k, e in fp32 where value heads share them, and of g for a head's gate."""
+def _outputs(p: Problem, x: Streams, like: Tensor, U: Tensor | None) -> Streams:
+    """Gradients to fill: [B, T, HV, ...], per value head; of q, k, e in fp32 where value heads share them, and of g for a head's gate.
+
+    That of v is U already where the rule adds.
+    """
     keys = torch.float32 if p.HV > p.H else p.dtype
 
     def empty(dtype: torch.dtype, *last: int) -> Tensor:
@@ -24,7 +27,7 @@ def _outputs(p: Problem, x: Streams, like: Tensor) -> Streams:
     return Streams(
         q=empty(keys, p.K),
         k=empty(keys, p.K),
-        v=empty(p.dtype, p.V),
+        v=empty(p.dtype, p.V) if p.rule is Rule.DELTA else given(U),
         g=None if x.g is None else empty(torch.float32 if p.gate is Gate.HEAD else x.g.dtype),
         beta=None if x.beta is None else empty(x.beta.dtype),
         e=None if x.e is None else empty(keys, p.K),
@@ -43,21 +46,21 @@ def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor,
     (q, k), sk = alike(x.q, x.k)
     (v, do), sv = alike(x.v, do)
     y, sy = (given(X), p.HV * p.V) if delta else (v, sv)
+    d = _outputs(p, x, q, U)
     U = rows = given(U) if delta else y
-    d = _outputs(p, x, q)
     unused, BV = q, padded(p.V)
-    tokens, states, out = [q, k], [S, dS], [given(d.q), given(d.k), given(d.v)]
+    tokens, states, out = [q, k], [S, dS], [given(d.q), given(d.k)]
     tma = c.tma and can_describe(p, (q, sk), (k, sk), (v, sv), (do, sv))
     if tma:
         q, k = (described(t, sk, p.C, c.BK) for t in tokens)
         y, U, do = described(y, sy, p.C, BV), described(U, sy, p.C, BV), described(do, sv, p.C, BV)
-        states = [TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, BV, c.BK]) for t in states]
-        out = [described(t, t.shape[2] * t.shape[3], p.C, b) for t, b in zip(out, (c.BK, c.BK, BV))]
+        states = [descriptor(t, t.shape, t.stride(), [1, 1, BV, c.BK]) for t in states]
+        out = [described(t, p.HV * p.K, p.C, c.BK) for t in out]
     on = {n: s for n, s in switches(p).items() if n != "SPLIT"}
-    grad_kernel[(at.slots * p.HV,)](
-        q, k, v, y, U, do, *states, dense(x.g, unused), dense(x.beta, unused), chunks(at, unused),
-        *out, unused if d.g is None else d.g, unused if d.beta is None else d.beta, rows, d.v, sk, sv, sy, p.T, p.HV, p.scale,
-        V=p.V, BK=c.BK, BV=BV, GROUP=p.HV // p.H, DELTA=delta, USE_BETA=x.beta is not None, TMA=tma, **on, **c.launch,
+    launch(
+        grad_kernel, at.slots * p.HV, q, k, v, y, U, do, *states, dense(x.g, unused), dense(x.beta, unused), chunks(at, unused),
+        *out, d.v, unused if d.g is None else d.g, unused if d.beta is None else d.beta, rows, sk, sv, sy, p.T, p.HV, p.scale,
+        V=p.V, BK=c.BK, BV=BV, GROUP=p.HV // p.H, DELTA=delta, USE_BETA=x.beta is not None, TMA=tma, **on, config=c,
     )  # fmt: skip
     return d
 
@@ -68,12 +71,13 @@ def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
     delta = p.rule is Rule.DELTA
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
     (v, do), sv = alike(x.v, do)
-    d = _outputs(p, x, q)
-    grad_blocks_kernel[(at.slots * p.HV,)](
+    d = _outputs(p, x, q, U)
+    launch(
+        grad_blocks_kernel, at.slots * p.HV,
         q, e, k, v, dense(x.g, q), dense(x.beta, q), do, chunks(at, q), given(X) if delta else q, given(U) if delta else q, S, dS,
         d.q, q if d.e is None else d.e, d.k, d.v, q if d.g is None else d.g, q if d.beta is None else d.beta, sk, sv, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, DELTA=delta, ERASE=x.e is not None, USE_BETA=x.beta is not None,
-        **switches(p), **c.launch,
+        **switches(p), config=c,
     )  # fmt: skip
     return d
 
@@ -84,15 +88,15 @@ def grads(
 ) -> Streams:  # fmt: skip
     """Gradients of every stream of an additive or delta problem, in the stream's dtype and shape.
 
-    do [B, T, HV, V]; S, dS [slots, HV, V, K]: the state before, its gradient after each chunk; delta: X, U [B, T, HV, V].
-    decayed: (M, qd, kd, kr, decay) of the score stage, for gates per key channel.
+    do [B, T, HV, V]; S, dS [slots, HV, V, K]: the state before, its gradient after each chunk; X (delta) and U: [B, T, HV, V].
+    decayed: of the score stage in the backward pass, for gates per key channel.
     Value heads that share a key head each write dq and dk in fp32, summed here: the order of the sum never changes.
     """
     if p.gate is Gate.KEY:
         from .stages_triton_score import grads as by_key
 
         if decayed is None:
-            raise ValueError("chunkwise engine: gradients of gates per key channel need the score stage's operands")
+            raise ValueError("chunkwise engine: gradients of gates per key channel need what the score stage found")
         d = by_key(p, x, at, do, S=S, dS=dS, X=X, U=U, decayed=decayed)
     else:
         d = (_tiled if _fits(p, x) else _blocks)(p, x, at, do, S, dS, X, U)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..kernels.bounded import grad_bounded_kernel, score_bounded_kernel
-from ..kernels.grad_key import grad_key_kernel, grad_value_kernel
+from ..kernels.bounded import score_bounded_kernel
+from ..kernels.grad_key import FAR, grad_key_kernel
 from ..kernels.score import score_kernel
 from ..spec import Rule, Streams
+from .launch import descriptor, launch
 from .problem import Problem, given
-from .stages_triton import Decayed, Index, alike, chunks, dense, exact, solves, switches
+from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, exact, solves, switches
 from .tune import config
-
-
-class Scores(NamedTuple):
-    """What the state pass reads in place of q, k and g; T and kd of the delta rule only."""
-
-    T: Tensor | None  # [B, T, HV, C] (I - M_rw)^-1
-    M: Tensor  # [B, T, HV, C] scale M_qk
-    qd: Tensor  # [B, T, HV, K] scale q e^G
-    kd: Tensor | None  # [B, T, HV, K] e e^G, e = k unless another key erases
-    kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
-    decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
 
 
 def limit(p: Problem) -> float:
@@ -46,12 +33,18 @@ def sets(p: Problem, device: torch.device) -> Tensor:
 
     Blocks of 2^level rows whose pairs meet across their border, then around their middle; then from the chunk's start and to its end.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _sets.__wrapped__(p.C, p.dtype, device)  # what a graph makes belongs to the graph
-    return _sets(p.C, p.dtype, device)
+    key = (p.C, p.dtype, device)
+    if key in SETS:
+        return SETS[key]
+    made = _sets(*key)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # what a graph makes belongs to the graph
+        SETS[key] = made
+    return made
 
 
-@cache
+SETS: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
 def _sets(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     o = torch.arange(C, device=device)
     i, t = o[:, None], o[None, :]
@@ -69,31 +62,36 @@ def _on(p: Problem, x: Streams) -> dict[str, object]:
     return on | dict(GROUP=p.HV // p.H, DELTA=p.rule is Rule.DELTA, USE_BETA=x.beta is not None, IPG=exact(3))
 
 
-def scores(p: Problem, x: Streams, at: Index) -> Scores:
-    """Stage `scores`: M_qk, the inverse and the decayed operands of every chunk, once."""
+def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tuple[Tensor, Decayed]:
+    """Stage `scores`: what can be kept, [1 or 2, B, T, HV, C]: scale M_qk and, delta, T = (I - M_rw)^-1; and the scan's operands.
+
+    kept: from an earlier call; then only the operands are made, whose decays need no pairs of tokens, and what `grads` asks of every chunk.
+    """
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
-    delta, device = p.rule is Rule.DELTA, q.device
+    delta, device, tokens = p.rule is Rule.DELTA, q.device, (p.B, p.T, p.HV)
 
     def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tokens = (p.B, p.T, p.HV)
-    T = empty(*tokens, p.C) if delta else None
-    M = empty(*tokens, p.C)
+    bound, pairs = reach(p), kept is None
+    if kept is None:
+        kept = empty(1 + delta, *tokens, p.C)
+    M, T = kept[0], kept[-1]
     qd, kr = empty(*tokens, p.K), empty(*tokens, p.K)
-    kd = empty(*tokens, p.K) if delta else None
+    kd = empty(*tokens, p.K) if delta else kr
     decay = empty(at.slots, p.HV, p.K, dtype=torch.float32)
-    bound = reach(p)
-    near = (torch.zeros if bound is None else torch.empty)(at.slots, p.HV, dtype=torch.uint8, device=device)
-    inputs = (q, e, k, dense(x.g, q), dense(x.beta, q), chunks(at, q), sets(p, device), near)
-    outputs = (q if T is None else T, M, qd, q if kd is None else kd, kr, decay, sk, p.T, p.HV, p.scale)
-    grid, on = (at.slots * p.HV,), _on(p, x) | dict(IPT=solves(p))
-    if bound is not None:
-        c = config("score_bounded", p)
-        score_bounded_kernel[grid](*inputs, *outputs, BK=c.BK, LIMIT=bound, **on, **c.launch)
-    c = config("score", p)
-    score_kernel[grid](*inputs, *outputs, BK=c.BK, **on, **c.launch)
-    return Scores(T, M, qd, kd, kr, decay)
+    near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, dtype=torch.uint8, device=device)
+    inputs = (q, e, k, dense(x.g, q), dense(x.beta, q), chunks(at, q), sets(p, device), near, T, M)
+    grid, on = at.slots * p.HV, _on(p, x) | dict(IPT=solves(p))
+    c = config("score_bounded" if pairs else "decay", p)
+    launch(
+        score_bounded_kernel, grid, *inputs, qd, kd, kr, decay, sk, p.T, p.HV, p.scale,
+        BK=c.BK, PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p), **on, config=c,
+    )  # fmt: skip
+    if pairs:
+        c = config("score", p)
+        launch(score_kernel, grid, *inputs, sk, p.T, p.HV, p.scale, BK=c.BK, **on, config=c)
+    return kept, Decayed(M, qd, kd if delta else None, kr, decay, None if pairs else near)
 
 
 def grads(
@@ -102,26 +100,31 @@ def grads(
     """Stage `grads`, as in stages_triton_grad: gradients per value head, dq and dk (and de) in fp32 where value heads share keys."""
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
     (v, do), sv = alike(x.v, do)
-    delta, erase, keys = p.rule is Rule.DELTA, x.e is not None, (p.B, p.T, p.HV, p.K)
-    wide = p.dtype if p.HV == p.H else torch.float32
-    dq, dk = (torch.empty(keys, dtype=wide, device=q.device) for _ in "qk")
-    de = torch.empty(keys, dtype=wide, device=q.device) if erase else q
-    dv, dg = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty(keys, dtype=given(x.g).dtype, device=q.device)
-    dMqk = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=q.device)
-    dMrw = torch.empty_like(dMqk) if delta else q
-    dbeta = q if x.beta is None else torch.empty(p.B, p.T, p.HV, dtype=torch.float32, device=q.device)
-    near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=q.device)
+    delta, erase, tokens = p.rule is Rule.DELTA, x.e is not None, (p.B, p.T, p.HV)
+
+    def empty(dtype: torch.dtype, *last: int) -> Tensor:
+        return torch.empty(*tokens, *last, dtype=dtype, device=q.device)
+
+    c = config("grad_key", p)
+    NK, wide = -(-p.K // c.BK), p.dtype if p.HV == p.H else torch.float32
+    dq, dk, dg = empty(wide, p.K), empty(wide, p.K), empty(given(x.g).dtype, p.K)
+    de = empty(wide, p.K) if erase else q
+    dv = empty(p.dtype, p.V) if delta else given(U)
+    dbeta = q if x.beta is None else empty(torch.float32, NK)
     y, sy = (given(X), p.HV * p.V) if delta else (v, sv)
-    u, beta, grid, on = (given(U) if delta else q), dense(x.beta, q), (at.slots * p.HV,), _on(p, x)
-    c = config("grad_value", p)
-    few = {n: on[n] for n in ("K", "C", "DELTA", "USE_BETA", "PACKED", "IP")}
-    grad_value_kernel[grid](
-        do, v, y, u, beta, decayed[0], decayed[3], dS, chunks(at, q), dMqk, dMrw, dv, dbeta, sv, sy, p.T, p.HV, p.scale,
-        V=p.V, BK=c.BK, BV=c.BV, **few, **c.launch,
-    )  # fmt: skip
-    for kernel, c in (grad_bounded_kernel, config("grad_bounded", p)), (grad_key_kernel, config("grad_key", p)):
-        kernel[grid](
-            q, e, k, dense(x.g, q), beta, do, y, u, chunks(at, q), sets(p, q.device), near, dMqk, dMrw, S, dS, dq, de, dk, dg, dbeta,
-            sk, sv, sy, p.T, p.HV, p.scale, V=p.V, BK=c.BK, BV=c.BV, ERASE=erase, LIMIT=limit(p), **on, **c.launch,
+    u = rows = given(U) if delta else y
+    g, beta, blocks, table = dense(x.g, q), dense(x.beta, q), at.slots * p.HV * NK, sets(p, q.device)
+    on = _on(p, x) | dict(V=p.V, BK=c.BK, BV=c.BV, ERASE=erase, LIMIT=limit(p))
+    states, tma = [S, dS], c.tma and can_describe(p, (v, sv), (do, sv), (y, sy))
+    if tma:
+        read, y, u = (described(t, d, p.C, c.BV) for t, d in ((do, sv), (y, sy), (u, sy)))
+        states = [descriptor(t, t.shape, t.stride(), [1, 1, c.BV, c.BK]) for t in states]
+    for near_by, grid in (True, blocks), (False, -(-blocks // FAR.value)):
+        launch(
+            grad_key_kernel, grid,
+            q, e, k, g, beta, v, read if tma else do, y, u, rows, chunks(at, q), table, given(decayed.near), decayed.decay, *states,
+            dq, de, dk, dg, dv, dbeta,
+            sk, sv, sy, p.T, p.HV, p.scale, blocks, NEAR=near_by, TMA=tma, **on, config=c if near_by else config("grad_far", p),
         )  # fmt: skip
-    return Streams(q=dq, k=dk, v=dv, g=dg, beta=None if x.beta is None else dbeta.to(x.beta.dtype), e=de if erase else None)
+    summed = None if x.beta is None else dbeta.sum(-1, dtype=torch.float32).to(x.beta.dtype)
+    return Streams(q=dq, k=dk, v=dv, g=dg, beta=summed, e=de if erase else None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.split import carry_kernel
 from ..spec import Rule
+from .launch import launch
 from .problem import Problem
 from .tune import Cut, config
 
@@ -44,10 +45,11 @@ def carry(p: Problem, cut: Cut, found: Ends | None, maps: Ends | None, S0: Tenso
     c = config("carry", p)
     delta = p.rule is Rule.DELTA
     firsts = torch.empty(p.N * cut.pieces, p.HV, p.K, p.V, dtype=torch.float32, device=found.ends.device)
-    carry_kernel[(p.N * p.HV * -(-p.V // c.BV),)](
-        found.ends, maps.ends, found.ends if found.kept is None else found.kept, found.ends if S0 is None else S0.contiguous(), firsts,
+    launch(
+        carry_kernel, p.N * p.HV * -(-p.V // c.BV), found.ends, maps.ends, found.ends if found.kept is None else found.kept,
+        found.ends if S0 is None else S0.contiguous(), firsts,
         p.HV, (cut.pieces - 1) * cut.finer, found.held, maps.held, cut.finer,
         K=p.K, V=p.V, BK=c.BK, BV=c.BV, ROWS=found.ends.shape[2], MAP=maps.map, MAP_ROWS=maps.ends.shape[2],
-        DELTA=delta, INITIAL=S0 is not None, REVERSE=reverse, IP=precision, **c.launch,
+        DELTA=delta, INITIAL=S0 is not None, REVERSE=reverse, IP=precision, config=c,
     )  # fmt: skip
     return firsts

@@ -104,26 +104,33 @@ def _state_pass(p: Problem) -> Config:
 def _fills(p: Problem, cost: int) -> bool:
     """Whether blocks of 128 x 128 of a state fit, with so many bytes of shared memory, and give three of four multiprocessors work."""
     programs = p.N * p.HV * -(-p.V // 128)
-    square = padded(p.K) == 128 and p.V > 64 and p.gate is not Gate.KEY and p.dtype != torch.float32
+    square = padded(p.K) == 128 and p.V > 64 and p.dtype != torch.float32
     return square and 4 * programs >= 3 * MULTIPROCESSORS and card().arch == "sm_90" and card().shared >= cost
 
 
 # Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
 def _output(p: Problem) -> Config:
-    if p.rule is Rule.ADD and _fills(p, 164000):
+    key, add = p.gate is Gate.KEY, p.rule is Rule.ADD
+    if add and not key and _fills(p, 164000):
         return Config(128, 128, 8, 3)  # 0.172, else 0.188
+    if key and not add and _fills(p, 222000):
+        return Config(128, 128, 8, 2)  # 0.257, else 0.421: only one narrower program fits
     return _state_pass(p)
 
 
 def _states(p: Problem) -> Config:
+    if p.gate is Gate.KEY:
+        return _state_pass(p)  # KDA 0.265; 128 values 0.275
     if p.rule is Rule.ADD and _fills(p, 115000):
         return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.162
     return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # 0.205, else 0.221
 
 
 def _reverse(p: Problem) -> Config:
-    if p.rule is Rule.ADD and _fills(p, 115000):
-        return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.163
+    if p.gate is Gate.KEY:
+        return Config(128, 128, 8, 2) if _fills(p, 222000) else _state_pass(p)  # KDA 0.332, else 0.455
+    if p.rule is Rule.ADD and _fills(p, 197000):
+        return Config(128, 128, 8, 3)
     if _fills(p, 222000):
         return Config(128, 128, 8, 3)  # 0.260, else 0.402
     return _state_pass(p)
@@ -152,7 +159,15 @@ def _channels(p: Problem) -> int:
 
 
 def _grad_key(p: Problem) -> Config:
-    return Config(_channels(p), min(64, padded(p.V)), _eight() if p.C == 64 else 4, 1)
+    """Always 64 keys, however few there are: see kernels/grad_key.py."""
+    if p.dtype == torch.float32:
+        return Config(32, min(32, padded(p.V)), 4, 1)
+    return Config(64, min(64, padded(p.V)), 4, 2 if card().arch == "sm_90" else 1)
+
+
+def _grad_far(p: Problem) -> Config:
+    """What is left of grad_key's blocks, so the same ones."""
+    return replace(_grad_key(p), num_stages=1)
 
 
 def _score(p: Problem) -> Config:
@@ -161,22 +176,10 @@ def _score(p: Problem) -> Config:
     return Config(_channels(p), 0, 4, 1)
 
 
-def _grad_value(p: Problem) -> Config:
-    return Config(min(64, padded(p.K)), min(128, padded(p.V)), 4, 2)  # GLA 0.23, KDA 0.16 ms; 64 values 0.25, 0.18
-
-
 def _score_bounded(p: Problem) -> Config:
     if card().arch == "sm_90" and p.dtype == torch.bfloat16:
         return Config(min(64, padded(p.K)), min(64, padded(p.V)), 4, 2)  # GLA 0.49, KDA 0.59 ms; 32 channels, two warps 0.59, 0.75
     return Config(min(32, padded(p.K)), min(64, padded(p.V)), 2, 1)
-
-
-def _grad_bounded(p: Problem) -> Config:
-    """GLA 1.16 ms, KDA 1.69. Not 2 stages or 128 values for KDA: wrong there, ptxas 12.8 builds wgmma descriptors from unset registers.
-
-    It does so too where a left operand is narrower than 64: always 64 values, however few there are.
-    """
-    return Config(min(64 if p.rule is Rule.ADD else 32, padded(p.K)), 64, 4, 1)
 
 
 def _ends(p: Problem) -> Config:
@@ -210,12 +213,15 @@ def _tile(p: Problem, warp: int) -> Config:
     return Config(BK, BV, max(1, BK * BV // warp), 1)
 
 
+def _decay(p: Problem) -> Config:
+    return Config(min(64 if p.dtype != torch.float32 else 32, padded(p.K)), 0, 2, 1)  # KDA 0.262; four warps 0.322
+
+
 RULES = {
     "recurrent": _recurrent,
     "recurrent_v_first": _recurrent_v_first,
     "score_bounded": _score_bounded,
-    "grad_bounded": _grad_bounded,
-    "grad_value": _grad_value,
+    "decay": _decay,
     "inverse": _inverse,
     "score": _score,
     "state_pass": _output,
@@ -226,6 +232,7 @@ RULES = {
     "grad": _grad,
     "grad_blocks": _grad_blocks,
     "grad_key": _grad_key,
+    "grad_far": _grad_far,
 }
 
 

@@ -5,7 +5,7 @@ A = dM_qk = scale do y' e^(G_i - G_j) for j <= i and B = dM_rw = -beta U X' e^(G
 
     dq = scale e^G (do S') + A k
     dk = e^(G_C - G) (y dS') + A' q        delta: + B' k, and r's gradient times -beta: -beta e^G (U S') + B k
-    add    dv = (k e^(G_C - G)) dS + M_qk' do
+    add    dv is made by the reverse scan
     delta  dv = beta U,  dbeta = U.v - (what r's gradient has along k)
     dg_t = the sum of all x dx that decay across token t: nothing is added only to be subtracted again
 
@@ -20,12 +20,13 @@ from .tile import chunk_rows, decay_sums, load_chunk, load_gate, load_rows, mask
 
 
 @triton.jit
-def load_state(S, i_slot, i_hv, HV, i_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):
-    """Keys i_k * BK.. of one chunk's S' [BV, BK]."""
+def load_state(S, i_slot, i_hv, HV, i_v, i_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):
+    """Values i_v * BV.., keys i_k * BK.. of one chunk's S' [BV, BK]."""
     if TMA:
-        b_S = tl.reshape(S.load([i_slot, i_hv, 0, i_k * BK]), [BV, BK])
+        b_S = tl.reshape(S.load([i_slot, i_hv, i_v * BV, i_k * BK]), [BV, BK])
     else:
-        b_S = load_rows(S + (i_slot.to(tl.int64) * HV + i_hv) * V * K, 0, K, tl.arange(0, BV), i_k * BK + tl.arange(0, BK), V, K, BK)
+        o_v, o_k = i_v * BV + tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
+        b_S = load_rows(S + (i_slot.to(tl.int64) * HV + i_hv) * V * K, 0, K, o_v, o_k, V, K, BK)
     return b_S
 
 
@@ -59,13 +60,13 @@ def across(b_z, o_c):
 @triton.jit(do_not_specialize=["T", "HV"])
 def grad_kernel(
     q, k, v, y, U, do, S, dS, g, beta, chunks,  # q, k, v, do: token rows; y (v or X), U: [B*T, HV, V]; g [HV] | [B*T, HV]; beta [B*T, HV]
-    dq, dk, dv, dg, dbeta,  # dq, dk [B*T, HV, K]; dv [B*T, HV, V]; dg, dbeta [B*T, HV]; S, dS [slots, HV, V, K]
-    U_rows, dv_rows,  # U and dv again, never as descriptors
+    dq, dk, dv, dg, dbeta,  # dq, dk [B*T, HV, K]; dv (delta) [B*T, HV, V]; dg, dbeta [B*T, HV]; S, dS [slots, HV, V, K]
+    U_rows,  # U again, never as a descriptor
     sk, sv, sy,  # rows of q, k, of v, do and of y, U are so far apart
     T, HV, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
-    TMA: tl.constexpr,  # q, k, y, U, do, dq, dk, dv are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
+    TMA: tl.constexpr,  # q, k, y, U, do, dq, dk are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
 ):  # fmt: skip
     """One program a (chunk, value head), block of keys by block of keys. All V values at once: BV >= V."""
     DECAY: tl.constexpr = GATE != "none"
@@ -102,16 +103,14 @@ def grad_kernel(
         b_X = tl.dot(b_U, tl.trans(b_y), input_precision=IP) * (decay_of_pairs(b_G, o_c, L - 1, True, DECAY) * -b_beta[:, None])
         b_W = tl.where(o_c[:, None] == o_c[None, :], 0.0, b_W + b_X).to(TYPE)  # B + B': what k gets from k
         b_dbeta = tl.zeros([C], tl.float32)
-    else:
-        b_dv = tl.zeros([C, BV], tl.float32)
     b_reads = tl.zeros([C], tl.float32)  # x dx of readers of the state, over channels
     b_ends = tl.zeros([C], tl.float32)  # y dy of writers into the state
     b_through = 0.0  # S dS
     for i_k in range((K + BK - 1) // BK):
         b_q = load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
-        b_S = load_state(S, i_slot, i_hv, HV, i_k, K, V, BK, BV, TMA)  # [BV, BK]
-        b_dS = load_state(dS, i_slot, i_hv, HV, i_k, K, V, BK, BV, TMA)  # [BV, BK]
+        b_S = load_state(S, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
+        b_dS = load_state(dS, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
         if DECAY:
             b_through += tl.sum(tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1), 0)
         b_x = tl.dot(b_do, b_S, input_precision=IP)  # dq [C, BK]
@@ -126,9 +125,8 @@ def grad_kernel(
         b_x = tl.dot(b_y, b_dS, input_precision=IP)  # dk [C, BK]
         if DECAY:
             b_x *= b_end[:, None]
+            b_ends += tl.sum(b_k.to(tl.float32) * b_x, 1)
         if DELTA:
-            if DECAY:
-                b_ends += tl.sum(b_k.to(tl.float32) * b_x, 1)
             b_r = tl.dot(b_U, b_S, input_precision=IP)  # r's gradient from the state, [C, BK]
             if DECAY:
                 b_r *= b_start[:, None]
@@ -138,41 +136,36 @@ def grad_kernel(
                 b_reads -= b_beta * b_kr
             b_x -= b_r * b_beta[:, None]
             b_x = tl.dot(b_W, b_k, b_x, input_precision=IP)
-        else:
-            b_dv = tl.dot(b_k, tl.trans(b_dS), b_dv, input_precision=IP)  # [C, BV]
         b_x = tl.dot(b_At, b_q, b_x, input_precision=IP)
         store_chunk(dk, tl.trans(b_x.to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
 
     # Pairs of tokens once more, over all keys: made again, q and k from the cache, rather than kept in registers through the loop.
     if DECAY:
         b_G, b_F = decay_sums(load_gate(g, row, HV, i_hv, o_c, L, GATE), o_c, L, GATE, False)  # [C]
-    b_up = decay_of_pairs(b_G, o_c, L, False, DECAY)  # [j, i]
-    b_kq = tl.zeros([C, C], tl.float32)
-    b_kk = b_kq
-    for i_k in range((K + BK - 1) // BK):
-        b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
-        if DECAY or not DELTA:
-            b_q = load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
-            b_kq = tl.dot(b_k, tl.trans(b_q), b_kq, input_precision=IP)  # [j, i]
-        if DELTA:
-            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=IP)
-    b_z = b_At.to(tl.float32) * b_kq  # [j, i]
+        b_kq = tl.zeros([C, C], tl.float32)
+    if DECAY or DELTA:
+        b_kk = tl.zeros([C, C], tl.float32)
+        for i_k in range((K + BK - 1) // BK):
+            b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+            if DECAY:
+                b_q = load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+                b_kq = tl.dot(b_k, tl.trans(b_q), b_kq, input_precision=IP)  # [j, i]
+            if DELTA:
+                b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=IP)
+    if DECAY:
+        b_z = b_At.to(tl.float32) * b_kq  # [j, i]
     if DELTA:
-        b_kk *= tl.where(o_c[:, None] < o_c[None, :], b_up, 0.0) * tl.dot(b_y, tl.trans(b_U), input_precision=IP)
-        b_z -= b_kk * b_beta[None, :]
+        b_up = tl.where(o_c[:, None] < o_c[None, :], decay_of_pairs(b_G, o_c, L, False, DECAY), 0.0)  # [j, i]
+        b_kk *= b_up * tl.dot(b_y, tl.trans(b_U), input_precision=IP)
+        if DECAY:
+            b_z -= b_kk * b_beta[None, :]
         b_u = load_rows(U_rows + i_hv * V, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)  # [C, BV]
         if USE_BETA:
             b_dbeta += tl.sum(b_u * load_rows(v + i_hv * V, row, sv, o_c, o_v, L, V, BV).to(tl.float32), 1)
             tl.store(dbeta + o_h, (b_dbeta - tl.sum(b_kk, 0)).to(dbeta.dtype.element_ty), mask=o_c < L)
         o_out = o_c[:, None] * (HV * V) + o_v[None, :]
         m_out = mask2(o_c < L, o_v, V, BV)
-        tl.store(dv_rows + (row * HV + i_hv) * V + o_out, (b_u * b_beta[:, None]).to(TYPE), mask=m_out)
-    else:
-        if DECAY:
-            b_dv *= b_end[:, None]
-            b_ends = tl.sum(load_rows(v + i_hv * V, row, sv, o_c, o_v, L, V, BV).to(tl.float32) * b_dv, 1)
-        b_dv = tl.dot((b_kq * (b_up * scale)).to(TYPE), b_do, b_dv, input_precision=IP)  # [C, BV]
-        store_chunk(dv, tl.trans(b_dv.to(TYPE)), row, HV, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)
+        tl.store(dv + (row * HV + i_hv) * V + o_out, (b_u * b_beta[:, None]).to(TYPE), mask=m_out)
     if DECAY:
         b_dg = across(b_z, o_c) + tl.sum(tl.where(o_c[:, None] >= o_c[None, :], b_reads[:, None], b_ends[:, None]), 0)
         tl.store(dg + o_h, (b_dg + b_all * b_through).to(dg.dtype.element_ty), mask=o_c < L)

@@ -24,7 +24,7 @@ def products(x, y, row, sx, sy, o_c, L, D: tl.constexpr, BD: tl.constexpr, C: tl
 def grad_blocks_kernel(
     q, e, k, v, g, beta, do, chunks,  # q, e, k, v, do: token rows; g [HV] | [B*T, HV]; beta [B*T, HV]
     X, U, S, dS,  # X, U [B*T, HV, V]; S, dS [slots, HV, V, K]
-    dq, de, dk, dv, dg, dbeta,  # dq, de, dk [B*T, HV, K]; dv [B*T, HV, V]; dg, dbeta [B*T, HV]
+    dq, de, dk, dv, dg, dbeta,  # dq, de, dk [B*T, HV, K]; dv (delta) [B*T, HV, V]; dg, dbeta [B*T, HV]
     sk, sv,  # rows of q, e, k and of v, do are so far apart
     T, HV, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
@@ -101,9 +101,8 @@ def grad_blocks_kernel(
     else:
         b_At = products(v, do, row, sv, sv, o_c, L, V, BV, C, IP) * (b_up * scale)
     b_z = b_At
-    if DECAY or not DELTA:
-        b_kq = products(k, q, row, sk, sk, o_c, L, K, BK, C, IP)
-        b_z = b_At * b_kq
+    if DECAY:
+        b_z = b_At * products(k, q, row, sk, sk, o_c, L, K, BK, C, IP)
     b_At = b_At.to(TYPE)
     if DELTA:
         b_Bt = products(X, U, row, HV * V, HV * V, o_c, L, V, BV, C, IP) * tl.where(i == j, 0.0, b_up * -b_beta[None, :])
@@ -125,19 +124,6 @@ def grad_blocks_kernel(
                 b_dbeta += tl.sum(b_u * load_rows(v, row, sv, o_c, o_v, L, V, BV).to(tl.float32), 1)
             m_v = m_c[:, None] & (o_v < V)[None, :]
             tl.store(dv + o_h[:, None] * V + o_v[None, :], (b_u * b_beta[:, None]).to(dv.dtype.element_ty), mask=m_v)
-    else:
-        b_M = (b_kq * (b_up * scale)).to(TYPE)
-        for i_v in range((V + BV - 1) // BV):
-            o_v = i_v * BV + tl.arange(0, BV)
-            b_dv = tl.zeros([C, BV], tl.float32)
-            for i_k in range((K + BK - 1) // BK):
-                o_k = i_k * BK + tl.arange(0, BK)
-                b_dS = tl.trans(load_rows(dS, 0, K, o_v, o_k, V, K, BK))  # [BK, BV]
-                b_dv = tl.dot(load_rows(k, row, sk, o_c, o_k, L, K, BK), b_dS, b_dv, input_precision=IP)
-            b_dv *= b_end[:, None]
-            b_dv = tl.dot(b_M, load_rows(do, row, sv, o_c, o_v, L, V, BV), b_dv, input_precision=IP)
-            m_v = m_c[:, None] & (o_v < V)[None, :]
-            tl.store(dv + o_h[:, None] * V + o_v[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
 
     # k and r
     for i_k in range((K + BK - 1) // BK):

@@ -1,4 +1,4 @@
-"""Stage `scores` for gates per key channel: M_qk, T = (I - M_rw)^-1 and the decayed operands of the state pass.
+"""Stage `scores` for gates per key channel: M_qk and T = (I - M_rw)^-1 of rows that bounded.py has left.
 
 Secondary chunking. A reader at row i and a writer at row j < i meet through e^(G_i - G_j), one factor per channel, which must
 become (x e^(G_i - a)) . (y e^(a - G_j)) to be a matrix product, and a positive exponent would overflow. So, by halves: in
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .inverse import invert
-from .tile import RCP_LN2, chunk_rows, load_rows, log2_gate
+from .tile import RCP_LN2, chunk_rows, load_rows
 
 LOWEST = tl.constexpr(-104.0)  # natural; exp of it is 0 in fp32
 
@@ -64,7 +64,7 @@ def score_kernel(
     q, e, k, g, beta, chunks,  # q, e, k: token rows; g [B*T, HV, K]; beta [B*T, HV]
     sets,  # [2 * LEVELS + 3, C, C]: of levels, of blocks around their middle, from the chunk's start, to its end
     near,  # [slots, HV] uint8: how many of a chunk's first rows bounded.py has done
-    Tinv, M, qd, kd, kr, decay,  # Tinv, M [B*T, HV, C]; qd, kd, kr [B*T, HV, K]; decay [slots, HV, K]
+    Tinv, M,  # [B*T, HV, C]
     sk, T, HV, scale,  # rows of q, e, k are sk apart
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
@@ -98,18 +98,6 @@ def score_kernel(
             b_e = load_rows(e + i_h * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         b_g = load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
         b_hi, b_lo = gate_parts(b_g, TYPE)
-
-        o_out = ((row + o_c) * HV + i_hv)[:, None] * K + o_k[None, :]
-        m_out = m_far[:, None] & (o_k < K)[None, :]
-        b_D = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG))  # [C, BK]
-        tl.store(qd + o_out, (b_q * b_D * scale).to(TYPE), mask=m_out)
-        if DELTA:
-            tl.store(kd + o_out, (b_e * b_D).to(TYPE), mask=m_out)
-        b_D = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 2, o_c, C), b_hi, b_lo, EXACT, IPG))
-        tl.store(kr + o_out, (b_k * b_D).to(TYPE), mask=(o_c < L)[:, None] & (o_k < K)[None, :])
-        b_all = tl.sum(log2_gate(b_g), 0)  # [BK] G_C
-        tl.store(decay + (i_slot * HV + i_hv) * K + o_k, b_all, mask=o_k < K)
-
         b_diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         for level in range(LEVELS):
             o_row, o_col = meets(o_c, level)

@@ -3,8 +3,8 @@
     forward   R = beta (v - e^G e S);  X = T R;  o = scale (e^G q S + M_qk X);           S <- e^(G_C) S + (k e^(G_C - G))' X
     reverse   dX = scale M_qk' do + (k e^(G_C - G)) dS;  U = T' dX;      dS <- e^(G_C) dS - (beta e e^G)' U + scale (q e^G)' do
 
-The additive rule has v in X's place, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers, where it is
-the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
+The additive rule has v in X's place, dv in dX's, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers,
+where it is the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
 With per-key gates q, e, k come decayed (qd with the scale, kd, kr) and M from memory, made by the score kernel.
 
 A sequence may be scanned in `pieces` of whole chunks, as if each were a sequence: see kernels/split.py. With ENDS nothing is made but what
@@ -48,7 +48,7 @@ def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
 def state_pass_kernel(
     q, e, k, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
-    o, X, S, ST,  # o, X (U in reverse): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
+    o, X, S, ST,  # o, X (in reverse U, or dv where the rule adds): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     kept,  # with ENDS: [N * run, HV, K], ST [N * run, HV, blocks * BV, K] fp32; S0 else [N * run, HV, K, V]
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
@@ -124,7 +124,7 @@ def state_pass_kernel(
         b_v = tl.trans(load_chunk(v, row, sv, i_n, i_hv, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
         if OUTPUT or REVERSE:
             b_q = load_chunk(q, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-        if DELTA or not REVERSE:
+        if DELTA or STORE or not REVERSE:
             b_k = load_chunk(k, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
         if DELTA:
             if ERASE or KEY:
@@ -137,7 +137,7 @@ def state_pass_kernel(
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
             else:
                 b_M = scores(b_k, b_q, b_G, b_F, o_c, L, scale, False, GATE, SPLIT, IP).to(dtype)
-        elif REVERSE and DELTA:
+        elif REVERSE and (DELTA or STORE):
             if KEY:
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
             else:
@@ -152,11 +152,14 @@ def state_pass_kernel(
             b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
 
         if REVERSE:
-            if DELTA:
+            if DELTA or STORE:
                 b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
                 if DECAY:
                     b_x *= b_end[None, :]
                 b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
+                if not DELTA:
+                    store_chunk(X, b_x.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+            if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
                 if STORE:
                     store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)

@@ -6,7 +6,7 @@ from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk
 from chunkwise.engine.problem import Problem
-from chunkwise.engine.stages_triton import index
+from chunkwise.engine.stages_triton import index, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_score import scores
 from chunkwise.spec import Gate, Rule, Streams
@@ -44,7 +44,12 @@ def check(gate: Gate, rule: Rule, *, C=16, cu=None, poison=False, **sizes) -> No
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
     made = scanned(p, x, do, S0, dST)
-    decayed = tuple(scores(p, x, index(p)))[1:] if gate is Gate.KEY else None
+    decayed = None
+    if gate is Gate.KEY:
+        kept, _ = scores(p, x, index(p))
+        decayed = scores(p, x, index(p), kept)[1]
+    if rule is Rule.ADD:  # dv is the scan's
+        made["U"] = state_pass(p, x, index(p), dST, do=do, decayed=decayed, store=True).X
     got = grads(p, x, index(p), do, **made, decayed=decayed)
     truth, _ = chunk.backward(posed(double(x), gate, rule, C=C, cu=cu), double(x), S0.double(), None, do.double(), dST.double())
     plain, _ = chunk.backward(p, x, S0, None, do, dST)
