@@ -5,36 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 from .activation import activation, feature_map
-from .conv import ShortConvolution, causal_conv1d
+from .conv import ShortConvolution, causal_conv1d, causal_conv1d_update
 from .loss import cross_entropy, linear_cross_entropy
 from .mixer import Depth, Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
-from .mlp import GatedMLP
-from .norm import GatedRMSNorm, RMSNorm, l2norm
+from .mlp import GatedMLP, glu, swiglu
+from .norm import (
+    GatedLayerNorm,
+    GatedRMSNorm,
+    GroupNorm,
+    LayerNorm,
+    RMSNorm,
+    add_layer_norm,
+    add_rms_norm,
+    l2norm,
+    layer_norm,
+    rms_norm,
+)
 from .packing import Packing, plan_packing
 from .rotary import rotary
 from .shift import token_shift
 
 __all__ = [
     "Depth",
+    "GatedLayerNorm",
     "GatedMLP",
     "GatedRMSNorm",
+    "GroupNorm",
+    "LayerNorm",
     "Mixer",
     "MixerState",
     "Packing",
     "RMSNorm",
     "ShortConvolution",
     "activation",
+    "add_layer_norm",
+    "add_rms_norm",
     "all_mixers",
     "causal_conv1d",
+    "causal_conv1d_update",
     "cross_entropy",
     "feature_map",
+    "glu",
     "l2norm",
+    "layer_norm",
     "linear_cross_entropy",
     "mixer_class",
     "parameters_without_decay",
     "plan_packing",
+    "rms_norm",
     "rotary",
     "token_shift",
+    "swiglu",
 ]
 
 

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .activation import activation as activation_named
+from .boundary import define, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, sequence_index
+
+SILU = ("silu", "swish")  # the activation that kernels apply themselves
+WIDEST = 8  # columns of a weight that a kernel holds in registers
 
 
 class _Taps(torch.autograd.Function):
@@ -40,54 +44,105 @@ class _Taps(torch.autograd.Function):
         return dx, dw
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """y_t = act(bias + sum_j weight[:, j] x_{t - (W - 1) + j}), each channel on its own, nothing read from another sequence.
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    from .launch.conv import forward
 
-    Args:
-        x: [B, T, D]; with `cu_seqlens` one packed row, B = 1.
-        weight: [D, W], W >= 1; the last column meets the current token.
-        bias: [D] or None.
-        initial_state: [N, D, W - 1], the inputs that came before, oldest first; None is zeros. N = B when dense.
-        output_final_state: return the last W - 1 inputs of each sequence (with those of `initial_state` where a sequence is shorter).
-        activation: None, "silu", ...
-        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences; empty ones are legal.
+    return forward(*args)
 
-    Returns:
-        y [B, T, D] in x's dtype, computed in float32 for half types; the state [N, D, W - 1] in x's dtype, memory of its own, or None.
-        Differentiable in x, weight, bias and initial_state. Dense, packed and step by step add the same products in the same order.
 
-    Raises:
-        ValueError: shapes or offsets that do not fit, naming the argument.
-    """
-    if x.ndim != 3:
-        raise ValueError(f"causal_conv1d: x must be [B, T, D], got {list(x.shape)}")
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from .launch.conv import backward
+
+    return backward(*args)
+
+
+def _fake_forward(x: Tensor, weight: Tensor, _bias: Any, _residual: Any, _state: Any, offsets: Tensor | None, *switches: Any) -> Any:
+    N = x.shape[0] if offsets is None else offsets.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty((N, x.shape[2], weight.shape[1] - 1) if switches[-1] else (0,))
+
+
+def _fake_backward(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    some = (present(None if t is None else t.new_empty(t.shape), x) for t in (bias, state))
+    return (x.new_empty(x.shape), weight.new_empty(weight.shape), *some)
+
+
+def _update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, activation: str) -> Tensor:
+    W, S = weight.shape[1], state.shape[2]
+    if uses_kernels(x) and activation in (*SILU, "identity") and 2 <= W <= WIDEST:
+        from .launch.conv import update
+
+        return update(x, state, weight, bias, index, activation in SILU)
+    slot = torch.arange(x.shape[0], device=x.device) if index is None else index.to(torch.int64)
+    rows = torch.cat([state[slot.clamp(min=0)].transpose(1, 2).to(x.dtype), x], 1)  # [B, S + T, D]
+    taps = wide(weight).t().contiguous().to(wide(x).dtype)
+    z = _Taps.apply(wide(rows[:, S - (W - 1) :]), taps)
+    z = z if bias is None else z + bias.to(z.dtype)
+    kept = slot >= 0
+    state[slot[kept]] = rows[kept, rows.shape[1] - S :].transpose(1, 2).to(state.dtype)
+    return activation_named(activation)(z).to(x.dtype).masked_fill(~kept[:, None, None], 0)
+
+
+_conv_op = define(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? offsets, Tensor? first, bool silu, "
+    "bool final) -> (Tensor y, Tensor last)",
+    _forward,
+    _fake_forward,
+)
+_conv_backward_op = define(
+    "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? offsets, Tensor? first, Tensor dy, "
+    "Tensor? dlast, bool silu) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dstate)",
+    _backward,
+    _fake_backward,
+)
+_update_op = define(
+    "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? index, str activation) -> Tensor",
+    _update,
+    lambda x, *_: x.new_empty(x.shape),
+)
+
+
+class _Conv(torch.autograd.Function):
+    """The kernels as one differentiable function of x, weight, bias, residual and state."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return _conv_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, residual, state, offsets, first, ctx.silu, ctx.final = inputs
+        ctx.save_for_backward(x, weight, bias, state, offsets, first)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
+        x, *rest = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else dy
+        dx, dw, db, ds = _conv_backward_op(x, *rest, dy, dlast if ctx.final else None, ctx.silu)
+        d = (dx, dw, db, dy, ds)
+        return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None)
+
+
+def _plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None,
+    first: Tensor | None, activation: str | None, final: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """By PyTorch's operators."""
     B, T, D = x.shape
-    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
-        raise ValueError(f"causal_conv1d: weight must be [D, W] with D = {D} and W >= 1, got {list(weight.shape)}")
-    if bias is not None and bias.shape != (D,):
-        raise ValueError(f"causal_conv1d: bias must be [D] = [{D}], got {list(bias.shape)}")
-    if cu_seqlens is not None:
-        check_offsets(cu_seqlens, B, T)
     W, N = weight.shape[1], B if cu_seqlens is None else cu_seqlens.numel() - 1
-    if initial_state is None:
-        past = x.new_zeros(N, W - 1, D)
-    elif initial_state.shape != (N, D, W - 1):
-        raise ValueError(f"causal_conv1d: initial_state must be [N, D, W - 1] = [{N}, {D}, {W - 1}], got {list(initial_state.shape)}")
-    else:
-        past = initial_state.transpose(1, 2).to(x.dtype)
-
-    taps = wide(weight).t().contiguous()  # [W, D]
-    if cu_seqlens is None:
+    past = x.new_zeros(N, W - 1, D) if state is None else state.transpose(1, 2).to(x.dtype)
+    taps = wide(weight).t().contiguous().to(wide(x).dtype)  # [W, D]
+    last = None
+    if first is not None:
+        seen = torch.arange(B * T, device=x.device) - first  # [R]: rows of its own sequence before each
+        rows = nn.functional.pad(wide(x).reshape(B * T, D), (0, 0, W - 1, 0))
+        y = rows[W - 1 :] * taps[W - 1]
+        for j in range(1, W):
+            y = y + torch.where((seen >= j)[:, None], rows[W - 1 - j : W - 1 - j + B * T], 0) * taps[W - 1 - j]
+        y = y.view(x.shape)
+    elif cu_seqlens is None:
         rows = torch.cat([past, x], 1)  # [B, W - 1 + T, D]
-        y = _Taps.apply(wide(rows), taps.to(wide(x).dtype))
+        y = _Taps.apply(wide(rows), taps)
         last = rows[:, T:]  # [B, W - 1, D]
     else:
         # Every sequence gets its own W - 1 rows of past in front, so that one convolution over all rows serves them all;
@@ -101,15 +156,140 @@ def causal_conv1d(
         order[(begin[:-1, None] + column).flatten()] = torch.arange(N * (W - 1), device=x.device)
         order[row + (W - 1)] = token + N * (W - 1)
         rows = torch.cat([past.reshape(N * (W - 1), D), x[0]]).index_select(0, order)  # [T + N (W - 1), D]
-        if T == 0:
-            y = wide(x)
-        else:
-            y = _Taps.apply(wide(rows).unsqueeze(0), taps.to(wide(x).dtype)).index_select(1, row)
+        y = wide(x) if T == 0 else _Taps.apply(wide(rows).unsqueeze(0), taps).index_select(1, row)
         last = rows.index_select(0, (begin[1:, None] - (W - 1) + column).flatten()).view(N, W - 1, D)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    y = activation_named(activation)(y).to(x.dtype)
-    return y, last.transpose(1, 2).clone(memory_format=torch.contiguous_format) if output_final_state else None
+    y = activation_named(activation)(y)
+    if residual is not None:
+        y = y + residual.to(y.dtype)
+    return y.to(x.dtype), last.transpose(1, 2).clone(memory_format=torch.contiguous_format) if final and last is not None else None
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    channels_first: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y_t = act(bias + sum_j weight[:, j] x_{t - (W - 1) + j}) + residual_t, each channel alone, nothing read from another sequence.
+
+    Args:
+        x: [B, T, D]; with `cu_seqlens` one packed row, B = 1.
+        weight: [D, W], W >= 1; the last column meets the current token.
+        bias: [D] or None.
+        initial_state: [N, D, W - 1], the inputs that came before, oldest first; None is zeros. N = B when dense.
+        output_final_state: return the last W - 1 inputs of each sequence (with those of `initial_state` where a sequence is shorter).
+        activation: None, "silu", ...
+        cu_seqlens: [N + 1] int32 or int64 offsets of packed sequences; empty ones are legal.
+        residual: like x, or None.
+        seq_idx: [B, T] integers, causal_conv1d's way to pack: a run of equal numbers is a sequence, negative ones are padding (output 0).
+            It excludes cu_seqlens and states.
+        channels_first: x, residual and y are [B, D, T], causal_conv1d's layout; where its last axis is dense, x is copied once.
+
+    Returns:
+        y like x, in x's dtype, computed in float32 for half types; the state [N, D, W - 1] in x's dtype, memory of its own, or None.
+        Differentiable in x, weight, bias, initial_state and residual. Dense, packed and step by step add the same products in one order.
+
+    Raises:
+        ValueError: shapes or offsets that do not fit, naming the argument.
+    """
+    name, axes = "causal_conv1d", "[B, D, T]" if channels_first else "[B, T, D]"
+    if x.ndim != 3:
+        raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"{name}: residual must be like x, {list(x.shape)} {x.dtype}, got {list(residual.shape)} {residual.dtype}")
+    if channels_first:
+        x, residual = x.transpose(1, 2), None if residual is None else residual.transpose(1, 2)
+    B, T, D = x.shape
+    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"{name}: weight must be [D, W] with D = {D} and W >= 1, got {list(weight.shape)}")
+    if bias is not None and bias.shape != (D,):
+        raise ValueError(f"{name}: bias must be [D] = [{D}], got {list(bias.shape)}")
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, B, T)
+    W, N = weight.shape[1], B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if initial_state is not None and initial_state.shape != (N, D, W - 1):
+        raise ValueError(f"{name}: initial_state must be [N, D, W - 1] = [{N}, {D}, {W - 1}], got {list(initial_state.shape)}")
+    activation_named(activation)
+    first = None
+    if seq_idx is not None:
+        if seq_idx.shape != (B, T) or seq_idx.is_floating_point():
+            raise ValueError(f"{name}: seq_idx must be [B, T] = [{B}, {T}] integers, got {list(seq_idx.shape)} {seq_idx.dtype}")
+        if cu_seqlens is not None or initial_state is not None or output_final_state:
+            raise ValueError(f"{name}: seq_idx says where sequences begin without numbering them: no cu_seqlens and no states beside it")
+        first = _first_rows(seq_idx)
+    if uses_kernels(x) and 2 <= W <= WIDEST and B * T < 2**31:
+        silu = activation in SILU
+        whole = silu or activation is None  # another activation comes after the kernel, and so does what is added
+        y, last = _Conv.apply(x, weight, bias, residual if whole else None, initial_state, cu_seqlens, first, silu, output_final_state)
+        y = y if whole else activation_named(activation)(y)
+        y = y if whole or residual is None else y + residual
+        final = last if output_final_state else None
+    else:
+        y, final = _plain(x, weight, bias, residual, initial_state, cu_seqlens, first, activation, output_final_state)
+    if seq_idx is not None:
+        y = y.masked_fill((seq_idx < 0).unsqueeze(-1), 0)
+    return y.transpose(1, 2) if channels_first else y, final
+
+
+def _first_rows(seq_idx: Tensor) -> Tensor:
+    """[B * T] int32: the first row of the run of equal numbers that each row belongs to, rows counted through the batch."""
+    row = torch.arange(seq_idx.numel(), device=seq_idx.device).view(seq_idx.shape)
+    begins = nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    return torch.where(begins, row, 0).cummax(1).values.flatten().int() if seq_idx.numel() else row.flatten().int()
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    state_indices: Tensor | None = None,
+) -> Tensor:
+    """New tokens on states that move on in place; for decoding, without gradients.
+
+    Args:
+        x: [B, D], or several tokens [B, T, D].
+        state: [B, D, S], or a pool [slots, D, S] with `state_indices`; S >= W - 1, the last inputs of each sequence, oldest first. Any
+            strides and float dtype. Only its last W - 1 columns are read; S = W is causal_conv1d's and fla's layout.
+        weight: [D, W]; bias: [D] or None; activation: None, "silu", ...
+        state_indices: [B] integers: the slot of each sequence. A negative one leaves the pool alone and gives output zero.
+
+    Returns:
+        y like x.
+
+    Raises:
+        ValueError: shapes that do not fit, naming the argument; inputs that require gradients.
+    """
+    name = "causal_conv1d_update"
+    if x.ndim not in (2, 3):
+        raise ValueError(f"{name}: x must be [B, D] or [B, T, D], got {list(x.shape)}")
+    B, D = x.shape[0], x.shape[-1]
+    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"{name}: weight must be [D, W] with D = {D} and W >= 1, got {list(weight.shape)}")
+    if bias is not None and bias.shape != (D,):
+        raise ValueError(f"{name}: bias must be [D] = [{D}], got {list(bias.shape)}")
+    W = weight.shape[1]
+    if state.ndim != 3 or state.shape[1] != D or state.shape[2] < W - 1:
+        raise ValueError(f"{name}: state must be [slots, D, S] with D = {D} and S >= W - 1 = {W - 1}, got {list(state.shape)}")
+    if state_indices is None and state.shape[0] != B:
+        raise ValueError(f"{name}: state must hold B = {B} sequences, or state_indices say which, got {state.shape[0]}")
+    if state_indices is not None and (state_indices.shape != (B,) or state_indices.is_floating_point()):
+        raise ValueError(f"{name}: state_indices must be [B] = [{B}] integers, got {list(state_indices.shape)} {state_indices.dtype}")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, state, weight, bias)):
+        raise ValueError(f"{name}: works in place and has no gradient: call it under torch.no_grad()")
+    activation_named(activation)
+    y = _update_op(x if x.ndim == 3 else x.unsqueeze(1), state, weight, bias, state_indices, activation or "identity")
+    return y if x.ndim == 3 else y.squeeze(1)
 
 
 class ShortConvolution(nn.Module):
@@ -149,10 +329,8 @@ class ShortConvolution(nn.Module):
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One token: x [B, D] -> y [B, D]; `state` [B, D, W - 1] moves on by one column, in place."""
-        y, moved = self.forward(x.unsqueeze(1), state, output_final_state=True)
-        if moved is not None:
-            state.copy_(moved)
-        return y.squeeze(1)
+        with torch.no_grad():
+            return causal_conv1d_update(x, state, self.weight.squeeze(1), self.bias, self.activation)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size}, bias={self.bias is not None}, activation={self.activation!r}"

@@ -34,14 +34,16 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [M, K] += a' b, a [R, M], b [R, K]; out in the wide dtype, and every product and sum too."""
+def _product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """out = a b, with `add` out += a b; where out is wider than a and b, no sum or product is rounded to their dtype on a GPU."""
     if out.dtype == a.dtype:
-        out.addmm_(a.t(), b)
+        torch.addmm(out, a, b, beta=int(add), out=out)
     elif out.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # 16-bit operands, fp32 accumulator: the tensor cores' own form
-        torch.ops.aten.addmm.dtype_out(out, a.t(), b, out.dtype, out=out)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=int(add), out=out)
+    elif add or out.is_cuda:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
     else:
-        out.addmm_(a.t().to(out.dtype), b.to(out.dtype))
+        out.copy_(torch.mm(a, b))  # an input's gradient, rounded to its dtype in the end anyway: no wide copy of the weight
 
 
 def _head(
@@ -57,14 +59,14 @@ def _head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss and lse [N], and with `grad` the gradients of x, weight and bias, each token's weighted by upstream [N] or 1.
 
-    lse: what an earlier call found; then the loss is not computed again. Gradients of weight and bias are summed over all blocks in the
-    wide dtype, so that their error does not grow with the number of blocks.
+    lse: what an earlier call found; then the loss is not computed again. Gradients come in the wide dtype, those of weight and bias are
+    summed over all blocks in it, so that their error does not grow with the number of blocks.
     """
     t = Terms(*terms)
     head, given = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     loss, lses = (x.new_empty(x.shape[0], dtype=_loss_dtype(x)) for _ in range(2))
-    dx = torch.empty_like(x) if grad else x.new_empty(0)
-    dw = torch.zeros_like(weight, dtype=loss.dtype) if grad else x.new_empty(0)
+    dx = torch.empty_like(x, dtype=loss.dtype) if grad else x.new_empty(0)
+    dw = (torch.empty_like if x.shape[0] else torch.zeros_like)(weight, dtype=loss.dtype) if grad else x.new_empty(0)
     db = torch.zeros_like(bias, dtype=loss.dtype) if grad and bias is not None else x.new_empty(0)
     with torch.autocast(x.device.type, enabled=False):
         for at in _blocks(x.shape[0], rows):
@@ -75,8 +77,8 @@ def _head(
             else:
                 slopes_(z, target[at], lse[at], None if upstream is None else upstream[at], t)
             if grad:
-                torch.mm(z, head, out=dx[at])
-                _add_product_(dw, z, x[at])
+                _product_(dx[at], z, head, add=False)
+                _product_(dw, z.t(), x[at], add=at.start > 0)
                 if bias is not None:
                     db += z.sum(0, dtype=db.dtype)
     if grad and t.group:
@@ -106,7 +108,7 @@ def _fake_head(
     if not grad:
         return loss, lses, x.new_empty(0), x.new_empty(0), x.new_empty(0)
     db = x.new_empty(0) if bias is None else torch.empty_like(bias, dtype=wide)
-    return loss, lses, torch.empty_like(x), torch.empty_like(weight, dtype=wide), db
+    return loss, lses, torch.empty_like(x, dtype=wide), torch.empty_like(weight, dtype=wide), db
 
 
 def _scored(z: Tensor, target: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
@@ -184,7 +186,8 @@ class _Each(torch.autograd.Function):
         x, weight, bias, target, lse = ctx.saved_tensors
         _, _, dx, dw, db = _head_op(x, weight, bias, target, lse, grads[0].contiguous(), ctx.rows, True, *ctx.terms)
         need = ctx.needs_input_grad
-        d = (dx if need[0] else None, dw.to(weight.dtype) if need[1] else None, db.to(bias.dtype) if bias is not None and need[2] else None)
+        given = zip((dx, dw, db), (x, weight, bias), need)
+        d = (t.to(y.dtype) if y is not None and wanted else None for t, y, wanted in given)
         return (*d, *[None] * (ctx.given - 3))
 
 

@@ -1,11 +1,23 @@
-"""Root-mean-square norms, plain and gated, and the L2 norm of keys and queries."""
+"""Norms over channels: root mean square, mean and variance, length; with a residual added before and a gate applied after.
+
+    h = x + residual;  n = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps);  y = act(gate) (n weight + bias)
+
+RMS norms take no mean off, L2 norms have a sum in place of the mean of squares, group norms do it for each of several groups of channels.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .activation import activation as activation_named
+from .boundary import define, present, uses_kernels
+
+KINDS = ("rms", "layer", "l2")
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # activations of a gate, by the names of one and the same
+WIDEST = 8192  # channels of a group that a kernel keeps in registers; wider ones run PyTorch's operators
 
 
 def wide(x: Tensor) -> Tensor:
@@ -13,66 +25,250 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def _plain(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int,
+    kind: str, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, h) by PyTorch's operators."""
+    h = x if residual is None else x + residual
+    y = wide(h)
+    y = y if groups == 1 else y.unflatten(-1, (groups, -1))
+    if kind == "layer":
+        y = y - y.mean(-1, keepdim=True)
+    square = y.square()
+    y = y * torch.rsqrt((square.sum(-1, keepdim=True) if kind == "l2" else square.mean(-1, keepdim=True)) + eps)
+    y = y if groups == 1 else y.flatten(-2)
+    y = y if weight is None else y * weight.to(y.dtype)
+    y = y if bias is None else y + bias.to(y.dtype)
+    y = y if gate is None else y * activation_named(activation)(wide(gate))
+    return y.to(x.dtype), h
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    from .launch.norm import forward
+
+    return forward(*args)
+
+
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from .launch.norm import backward
+
+    return backward(*args)
+
+
+def _fake_backward(h: Tensor, weight: Any, bias: Any, gate: Any, *_: Any) -> tuple[Tensor, ...]:
+    return (h.new_empty(h.shape), *(h.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias)),
+            h.new_empty(0) if gate is None else gate.new_empty(h.shape))  # fmt: skip
+
+
+_SWITCHES = "float eps, int groups, str kind, str activation"
+_norm_op = define(
+    f"norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? gate, {_SWITCHES}) -> (Tensor y, Tensor h)",
+    _forward,
+    lambda x, residual, *_: (x.new_empty(x.shape), present(None if residual is None else x.new_empty(x.shape), x)),
+)
+_norm_backward_op = define(
+    f"norm_backward(Tensor h, Tensor? weight, Tensor? bias, Tensor? gate, Tensor dy, Tensor? dh, {_SWITCHES}) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dgate)",
+    _backward,
+    _fake_backward,
+)
+
+
+class _Norm(torch.autograd.Function):
+    """The kernels as one differentiable function of x, residual, weight, bias and gate."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return _norm_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, residual, weight, bias, gate, *ctx.switches = inputs
+        ctx.save_for_backward(x if residual is None else output[1], weight, bias, gate)
+        ctx.residual = residual is not None
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]:
+        h, weight, bias, gate = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        dy = torch.zeros_like(h) if dy is None else dy
+        dx, dw, db, dg = _norm_backward_op(h, weight, bias, gate, dy, dh if ctx.residual else None, *ctx.switches)
+        d = (dx, dx, dw, db, dg)
+        return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * len(ctx.switches))
+
+
+def _norm(
+    name: str, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
+    groups: int, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if x.ndim < 1 or not x.is_floating_point():
+        raise TypeError(f"{name}: x must be a floating tensor [..., D], got {list(x.shape)} {x.dtype}")
+    D = x.shape[-1]
+    if groups < 1 or D % groups:
+        raise ValueError(f"{name}: groups must divide the {D} channels, got {groups}")
+    if activation not in GATES:
+        raise ValueError(f"{name}: activation must be 'silu' ('swish') or 'sigmoid', got {activation!r}")
+    for label, t in (("residual", residual), ("gate", gate)):
+        if t is not None and t.shape != x.shape:
+            raise ValueError(f"{name}: {label} must have x's shape {list(x.shape)}, got {list(t.shape)}")
+        if t is not None and (not t.is_floating_point() or (t is residual and t.dtype != x.dtype)):
+            raise TypeError(f"{name}: {label} must have x's dtype {x.dtype}, got {t.dtype}")
+    for label, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != (D,):
+            raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
+    for label, t in (("residual", residual), ("gate", gate), ("weight", weight), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name}: {label} is on {t.device}, x on {x.device}")
+    switches = (float(eps), groups, kind, GATES[activation])
+    if uses_kernels(x) and D // groups <= WIDEST:
+        y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
+        return y, x if residual is None else h
+    return _plain(x, residual, weight, bias, gate, *switches)
+
+
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last axis, computed in float32; a zero row stays zero. Same shape and dtype as x."""
-    y = wide(x)
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return _norm("l2norm", "l2", x, None, None, None, None, eps, 1, "silu")[0]
 
 
-def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, in the wide dtype."""
-    y = wide(x)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight.to(y.dtype)
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, groups: int = 1, gate: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """act(gate) (x / sqrt(mean(x^2) + eps) weight + bias) over the last axis.
 
+    Args:
+        x: [..., D]. Computed in float32 (float64 for float64), returned in x's dtype.
+        weight, bias: [D], any float dtype, or None: ones and zeros.
+        groups: that many groups of channels are normed each on its own.
+        gate: [..., D] in any float dtype, or None: no gate. activation: "silu" ("swish") or "sigmoid", of the gate.
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, returned in x's dtype.
+    Raises:
+        ValueError, TypeError: shapes, dtypes and devices that do not fit, naming the argument.
 
     Zhang, Sennrich. Root Mean Square Layer Normalization. NeurIPS 2019.
     """
+    return _norm("rms_norm", "rms", x, None, weight, bias, gate, eps, groups, activation)[0]
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, *, device=None, dtype=None):
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, groups: int = 1,
+    gate: Tensor | None = None, activation: str = "silu",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(`rms_norm` of h, h) with h = x + residual rounded to x's dtype, the next residual. residual: x's shape and dtype."""
+    return _norm("add_rms_norm", "rms", x, residual, weight, bias, gate, eps, groups, activation)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, groups: int = 1, gate: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """As `rms_norm`, of x with its mean taken off.
+
+    Ba, Kiros, Hinton. Layer Normalization. 2016. With groups: Wu, He. Group Normalization. ECCV 2018, over channels alone.
+    """
+    return _norm("layer_norm", "layer", x, None, weight, bias, gate, eps, groups, activation)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, groups: int = 1,
+    gate: Tensor | None = None, activation: str = "silu",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(`layer_norm` of h, h) with h = x + residual, as `add_rms_norm`."""
+    return _norm("add_layer_norm", "layer", x, residual, weight, bias, gate, eps, groups, activation)
+
+
+class _Module(nn.Module):
+    """What the norms share: weight [D], begun at one, and bias [D], begun at zero, on request."""
+
+    kind = "rms"
+    groups = 1
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = False, *, device=None, dtype=None):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms(x, self.weight, self.eps).to(x.dtype)
+        """x [..., D] -> y [..., D]."""
+        return self._run(x)[0]
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of h, h) with h = x + residual, all [..., D]."""
+        return self._run(x, residual)
+
+    def _run(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None, act: str = "silu") -> tuple[Tensor, Tensor]:
+        return _norm(type(self).__name__, self.kind, x, residual, self.weight, self.bias, gate, self.eps, self.groups, act)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
+        return f"{self.weight.numel()}, eps={self.eps}" + (", bias=True" if self.bias is not None else "")
 
 
-class GatedRMSNorm(nn.Module):
+class RMSNorm(_Module):
+    """`rms_norm` with its weight."""
+
+
+class LayerNorm(_Module):
+    """`layer_norm` with its weight and, on request, bias."""
+
+    kind = "layer"
+
+
+class GroupNorm(_Module):
+    """`layer_norm` (rms=True: `rms_norm`) of each of `groups` groups of channels.
+
+    Raises:
+        ValueError: groups that do not divide hidden_size.
+    """
+
+    def __init__(
+        self, groups: int, hidden_size: int, eps: float = 1e-5, bias: bool = False, rms: bool = False, *, device=None, dtype=None
+    ):
+        if groups < 1 or hidden_size % groups:
+            raise ValueError(f"GroupNorm: groups must divide hidden_size = {hidden_size}, got {groups}")
+        super().__init__(hidden_size, eps, bias, device=device, dtype=dtype)
+        self.groups, self.kind = groups, "rms" if rms else "layer"
+
+    def extra_repr(self) -> str:
+        return f"{self.groups}, {super().extra_repr()}, rms={self.kind == 'rms'}"
+
+
+class GatedRMSNorm(_Module):
     """RMSNorm(x) * act(gate), both [..., D]: the output norm of gated linear-attention layers.
 
     Raises:
         ValueError: `activation` is neither "silu" nor "sigmoid"; x and gate differ in shape.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, activation: str = "silu", *, device=None, dtype=None):
-        if activation not in ("silu", "sigmoid"):
-            raise ValueError(f"GatedRMSNorm: activation must be 'silu' or 'sigmoid', got {activation!r}")
-        super().__init__()
-        self.eps, self.activation = eps, activation
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+    def __init__(self, hidden_size: int, eps: float = 1e-5, activation: str = "silu", bias: bool = False, *, device=None, dtype=None):
+        if activation not in GATES:
+            raise ValueError(f"{type(self).__name__}: activation must be 'silu' or 'sigmoid', got {activation!r}")
+        super().__init__(hidden_size, eps, bias, device=device, dtype=dtype)
+        self.activation = activation
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        if x.shape != gate.shape:
-            raise ValueError(f"GatedRMSNorm: gate must have x's shape {list(x.shape)}, got {list(gate.shape)}")
-        return (_rms(x, self.weight, self.eps) * activation_named(self.activation)(wide(gate))).to(x.dtype)
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return self._run(x, None, gate, self.activation)[0]
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, activation={self.activation!r}"
+        return f"{super().extra_repr()}, activation={self.activation!r}"
 
 
-__all__ = ["GatedRMSNorm", "RMSNorm", "l2norm", "wide"]
+class GatedLayerNorm(GatedRMSNorm):
+    """LayerNorm(x) * act(gate)."""
+
+    kind = "layer"
+
+
+__all__ = [
+    "GatedLayerNorm", "GatedRMSNorm", "GroupNorm", "LayerNorm", "RMSNorm", "add_layer_norm", "add_rms_norm", "l2norm", "layer_norm",
+    "rms_norm", "wide",
+]  # fmt: skip

@@ -36,12 +36,14 @@ TERMS = "int ignore_index, float smoothing, float z_loss, float scale, float sof
 
 
 def measure(z: Tensor, target: Tensor, t: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of logits z [R, V]: lse(s), s_y (0 where the shard lacks y) and sum(s), each [R] in the wide dtype."""
+    """Of every row of logits z [R, V]: lse(s), the log probability s_y - lse(s) (0 where the shard lacks y) and sum(s), each [R], wide."""
     s = _scores(z, t)
     own = target - t.first
     mine = (own >= 0) & (own < z.shape[1])
-    hit = s.gather(1, own.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    return s.logsumexp(1), torch.where(mine, hit, 0), s.sum(1) if t.smoothing else torch.zeros_like(hit)
+    most = s.amax(1)
+    rest = (s - most.unsqueeze(1)).exp_().sum(1).log_()  # lse - most: added to nothing large where the two large ones cancel
+    hit = s.gather(1, own.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1) - most - rest
+    return most + rest, torch.where(mine, hit, 0), s.sum(1) if t.smoothing else torch.zeros_like(hit)
 
 
 def slope_(z: Tensor, target: Tensor, lse: Tensor, weight: Tensor | None, t: Terms) -> None:
@@ -68,7 +70,7 @@ def _scores(z: Tensor, t: Terms) -> Tensor:
 
 
 def score(z: Tensor, target: Tensor, t: Terms, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, s_y and sum(s) of the whole vocabulary [R]; with `grad`, dL/dz in place of the logits z [R, V]."""
+    """lse, s_y - lse and sum(s) of the whole vocabulary [R]; with `grad`, dL/dz in place of the logits z [R, V]."""
     if uses_kernels(z):
         from .launch import loss
 
@@ -78,7 +80,7 @@ def score(z: Tensor, target: Tensor, t: Terms, grad: bool) -> tuple[Tensor, Tens
     else:
         lse, hit, total = measure(z, target, t)
     if t.group:
-        lse, hit, total = _gathered(lse, hit, total, t)
+        lse, hit, total = _gathered(lse, hit, total, target, z.shape[1], t)
     if grad:
         slopes_(z, target, lse, None, t)
     return lse, hit, total
@@ -99,22 +101,25 @@ def group_of(t: Terms) -> ProcessGroup:
     return _resolve_process_group(t.group)  # type: ignore[arg-type]
 
 
-def _gathered(lse: Tensor, hit: Tensor, total: Tensor, t: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of all shards."""
+def _gathered(lse: Tensor, hit: Tensor, total: Tensor, target: Tensor, V: int, t: Terms) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of all shards, from those of one with V classes."""
     from torch import distributed
 
     most = lse.clone()
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group_of(t))
+    mine = (target >= t.first) & (target < t.first + V)
+    hit = torch.where(mine, hit + (lse - most), 0)
     sums = torch.stack([(lse - most).exp(), hit, total])
     distributed.all_reduce(sums, group=group_of(t))
-    return most + sums[0].log(), sums[1], sums[2]
+    rest = sums[0].log()
+    return most + rest, sums[1] - rest, sums[2]
 
 
 def losses(lse: Tensor, hit: Tensor, total: Tensor, target: Tensor, t: Terms) -> Tensor:
     """L of every row [R]; 0 where the label is ignored, NaN where there is no such class."""
-    loss = lse - (1 - t.smoothing) * hit
+    loss = -hit
     if t.smoothing:
-        loss = loss - total * (t.smoothing / t.classes)
+        loss = (1 - t.smoothing) * loss + t.smoothing * (lse - total / t.classes)
     if t.z_loss:
         loss = loss + t.z_loss * lse.square()
     loss = loss.masked_fill((target < 0) | (target >= t.classes), float("nan"))

@@ -1,0 +1,129 @@
+"""The short convolution: forward, backward, states, and new tokens on states in place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.conv import conv_grad_kernel, conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel
+from ..packing import sequence_index
+from .row import rows
+
+BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
+AHEAD, BACK = 8, 8  # rows loaded at a time
+PIECE = 128  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
+
+
+class Place(NamedTuple):
+    """Which sequence each row belongs to. Dense: T rows each. Packed: tables of each row's sequence's first row and number."""
+
+    N: int
+    T: int
+    first: Tensor | None = None  # [R] int32
+    sequence: Tensor | None = None  # [R] int32
+    offsets: Tensor | None = None  # [N + 1]
+
+
+def place(x: Tensor, offsets: Tensor | None, first: Tensor | None) -> Place:
+    """Tables are made on the device: nothing waits for it."""
+    B, T, _ = x.shape
+    if first is not None:
+        return Place(B, T, first.contiguous())
+    if offsets is None:
+        return Place(B, max(T, 1))
+    sequence = sequence_index(offsets, B * T)
+    N = offsets.shape[0] - 1
+    begin = offsets[sequence.clamp(max=max(N - 1, 0))] if N else sequence
+    return Place(N, T, begin.int(), sequence.int(), offsets.contiguous())
+
+
+def _pieces(R: int, D: int, BD: int, U: int) -> int:
+    """Rows of a program: fewer where there would be too few programs for the multiprocessors."""
+    L = PIECE
+    while L > 2 * U and -(-R // L) * -(-D // BD) < 528:
+        L //= 2
+    return L
+
+
+def _block(D: int) -> tuple[int, int]:
+    BD = min(BLOCK, max(32, 1 << (D - 1).bit_length()))
+    return BD, max(1, BD * WARPS // BLOCK)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, offsets: Tensor | None,
+    first: Tensor | None, silu: bool, final: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y [B, T, D], final state [N, D, W - 1] or empty)."""
+    at, (a, sx), (r, sr) = place(x, offsets, first), rows(x), rows(x if residual is None else residual)
+    R, D = a.shape
+    W = weight.shape[1]
+    weight, past = weight.contiguous(), x if state is None else state.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (BD, warps), packed = _block(D), at.first is not None
+    if y.numel():
+        L = _pieces(R, D, BD, AHEAD)
+        conv_kernel[(-(-R // L), -(-D // BD))](
+            a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
+            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, STATE=state is not None, BIAS=bias is not None,
+            RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
+        )  # fmt: skip
+    last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else x.new_empty(0)
+    if last.numel():
+        T = x.shape[1]
+        conv_state_kernel[(at.N, -(-D // BD))](
+            a, past, a if at.offsets is None else at.offsets, last, sx, T, D, W=W, BD=BD, PACKED=offsets is not None,
+            STATE=state is not None, num_warps=warps,
+        )  # fmt: skip
+    return y, last
+
+
+def backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, offsets: Tensor | None, first: Tensor | None, dy: Tensor,
+    dlast: Tensor | None, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dweight, dbias, dstate), the last two empty where there is none."""
+    at, (a, sx), (u, sy) = place(x, offsets, first), rows(x), rows(dy)
+    R, D = a.shape
+    W, few = weight.shape[1], int(bias is not None)
+    flat, past = weight.contiguous(), x if state is None else state.contiguous()
+    last = x if dlast is None else dlast.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    BD, warps = _block(D)
+    L = _pieces(R, D, BD, BACK)
+    parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
+    unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets
+    if dx.numel():
+        conv_grad_kernel[(-(-R // L), -(-D // BD))](
+            a, flat, x if bias is None else bias, u, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx, parts,
+            sx, sy, R, at.T, D, L, W=W, U=BACK, BD=BD, PACKED=at.first is not None, STATE=state is not None, LAST=dlast is not None,
+            BIAS=bias is not None, SILU=silu, num_warps=warps,
+        )  # fmt: skip
+    sums = parts.sum(0)  # [W + BIAS, D]
+    dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), x.new_empty(0)
+    if bias is not None:
+        db = sums[W].to(bias.dtype)
+    dstate = x.new_empty(0) if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
+    if dstate.numel():
+        conv_state_grad_kernel[(at.N, -(-D // BD))](
+            a, flat, x if bias is None else bias, u, past, last, ends, dstate, sx, sy, x.shape[1], D, W=W, BD=BD,
+            PACKED=offsets is not None, LAST=dlast is not None, BIAS=bias is not None, SILU=silu, num_warps=warps,
+        )  # fmt: skip
+    return dx, dw, db, dstate
+
+
+def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, silu: bool) -> Tensor:
+    """New tokens x [B, T, D] on state [slots, D, S], in place."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    B, T, D = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    BD = min(256, max(32, 1 << (D - 1).bit_length()))
+    if y.numel():
+        conv_update_kernel[(B, -(-D // BD))](
+            x, state, weight.contiguous(), x if bias is None else bias, x if index is None else index.contiguous(), y, x.stride(0),
+            x.stride(1), *state.stride(), T, D, S=state.shape[2], W=weight.shape[1], BD=BD, INDEX=index is not None,
+            BIAS=bias is not None, SILU=silu, num_warps=max(1, BD // 128),
+        )  # fmt: skip
+    return y

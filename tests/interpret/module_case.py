@@ -1,0 +1,44 @@
+"""Inputs of the modules' kernels, and the comparison with the modules' form in PyTorch."""
+
+import torch
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, want, own):
+    """Within twice what PyTorch's own form in that dtype gets wrong, and a rounding."""
+    for g, t, o in zip(got, want, own):
+        eps = torch.finfo(g.dtype).eps
+        if not t.numel():
+            continue
+        error, honest = ((a.double() - t).norm() for a in (g, o))
+        assert g.isfinite().all() and error <= 2 * (honest + eps * t.abs().max() * t.numel() ** 0.5), (error, honest)
+
+
+def with_gradients(function, *leaves, dtype=None):
+    """Outputs and gradients, on leaves of that dtype; incoming gradients are the outputs' own, drawn and not contiguous."""
+    leaves = [t.detach() if dtype is None else t.detach().to(dtype) for t in leaves]
+    leaves = [t.requires_grad_() for t in leaves]
+    made = function(*leaves)
+    made = list(made) if isinstance(made, tuple) else [made]
+    upstream = [torch.stack([draw(*t.shape, seed=50 + i)] * 2, -1)[..., 0].to(t.dtype) for i, t in enumerate(made)]
+    return [*(t.detach() for t in made), *torch.autograd.grad(made, leaves, upstream)]
+
+
+def check(monkeypatch, modules, function, *leaves):
+    """The function on kernels, of leaves, against float64 and against its form in PyTorch; scratch memory is filled with NaN."""
+    truth = with_gradients(function, *leaves, dtype=torch.float64)
+    own = with_gradients(function, *leaves)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        with monkeypatch.context() as m:
+            for module in modules:
+                m.setattr(module, "uses_kernels", lambda x: x.dtype != torch.float64)
+            got = with_gradients(function, *leaves)
+            again = with_gradients(function, *leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) and a.dtype == o.dtype for a, b, o in zip(got, again, own, strict=True))
+    close(got, truth, own)
