@@ -190,10 +190,8 @@ def _decode_once(op: Op, x: dict[str, Tensor], pool: Tensor, sizes: dict[str, in
             decode(op, x, pool.mT.contiguous() if v_first else pool, index, state_v_first=v_first, **options)
 
 
-def _launches(
-    op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, ways: tuple[str, ...], loads: tuple[Any, ...]
-) -> list[Launch]:
-    """What calls of a member launch under the driver of this process, each kernel once."""
+def hear(run: Callable[[], None]) -> list[Launch]:
+    """What run() launches under the driver of this process, each kernel once; nothing is built."""
     from triton import knobs
 
     heard: dict[str, Launch] = {}
@@ -205,13 +203,24 @@ def _launches(
 
     knobs.runtime.jit_cache_hook = listen
     try:
+        run()
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return list(heard.values())
+
+
+def _launches(
+    op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, ways: tuple[str, ...], loads: tuple[Any, ...]
+) -> list[Launch]:
+    """What calls of a member launch under the driver of this process."""
+
+    def run() -> None:
         for way, (T, HV) in product(ways, loads):
             if HV % group == 0:
                 sizes = {**EXTRA_SIZES, "B": 1, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
                 _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
-    finally:
-        knobs.runtime.jit_cache_hook = None
-    return list(heard.values())
+
+    return hear(run)
 
 
 def _usage(kernel: Any) -> tuple[int | None, int | None]:
@@ -352,9 +361,20 @@ def precompile(
         (op, dtype, K, V, group, pack, chunk_size, precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
     ]
+    return build(arch, _launches, calls, jobs, heard)
+
+
+def build(
+    arch: str,
+    listen: Callable[..., list[Launch]],
+    calls: Sequence[tuple[Any, ...]],
+    jobs: int,
+    heard: Callable[[Built, int], None] = lambda built, of: None,
+) -> list[Built]:
+    """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments."""
     crew, made = _Crew(arch, jobs), []
     with crew.pool:
-        found = list(crew.each(_launches, calls))
+        found = list(crew.each(listen, calls))
         if None in found:
             raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")
         wanted = list(dict.fromkeys(launch for some in found for launch in some))

@@ -4,6 +4,16 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def circle(b_r):
+    """Cosine and sine of r quarter turns, |r| <= 1/2, by their series, without the far arguments' code that tl.cos brings."""
+    b_x = b_r * 1.5707963267948966
+    b_z = b_x * b_x
+    b_cos = 1.0 + b_z * (-1 / 2 + b_z * (1 / 24 + b_z * (-1 / 720 + b_z * (1 / 40320 - b_z * (1 / 3628800)))))
+    b_sin = b_x + b_x * b_z * (-1 / 6 + b_z * (1 / 120 + b_z * (-1 / 5040 + b_z * (1 / 362880))))
+    return b_cos, b_sin
+
+
 @triton.jit(do_not_specialize=["T"])
 def rotary_kernel(
     x, positions, y, sx, sp, T, H, log2_theta, sign,
@@ -21,10 +31,14 @@ def rotary_kernel(
     m = m_t[:, None] & (o_p < K // 2)[None, :]
     b_at = tl.load(positions + i_b * sp + o_t, mask=m_t, other=0).to(tl.float64)
     b_rate = tl.exp2(o_p.to(tl.float64) * (-2.0 / K) * log2_theta) * 0.15915494309189535  # turns a token: over 2 pi
-    b_turn = b_at[:, None] * b_rate[None, :]  # [BT, BP]
-    b_turn = (b_turn - tl.floor(b_turn)).to(tl.float32)
-    b_angle = tl.where(b_turn > 0.5, b_turn - 1.0, b_turn) * 6.283185307179586
-    b_cos, b_sin = tl.cos(b_angle), tl.sin(b_angle) * sign
+    b_quarter = 4.0 * b_at[:, None] * b_rate[None, :]  # [BT, BP] quarters of a turn
+    b_whole = tl.floor(b_quarter + 0.5)
+    b_cos, b_sin = circle((b_quarter - b_whole).to(tl.float32))
+    b_side = (b_whole - 4.0 * tl.floor(b_whole * 0.25)).to(tl.int32)  # 0 to 3 whole quarters come on top
+    b_swap = b_side % 2 == 1
+    b_cos, b_sin = tl.where(b_swap, b_sin, b_cos), tl.where(b_swap, b_cos, b_sin)
+    b_cos = tl.where((b_side == 1) | (b_side == 2), -b_cos, b_cos)
+    b_sin = tl.where(b_side >= 2, -b_sin, b_sin) * sign
     row = (i_b * T + o_t.to(tl.int64))[:, None]
     for i_h in range(0, H):
         p_x, p_y = x + row * sx + i_h * K, y + row * H * K + i_h * K

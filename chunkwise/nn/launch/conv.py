@@ -92,6 +92,8 @@ def backward(
     last = x if dlast is None else dlast.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     BD, warps = _block(D)
+    if state is not None or dlast is not None:  # they take registers too
+        BD = max(32, BD // 2)
     L = _pieces(R, D, BD, BACK)
     parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
     unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets

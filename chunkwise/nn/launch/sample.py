@@ -1,0 +1,64 @@
+"""One call of every host here with the switches that models use, on tensors without contents: what there is to build ahead of time."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ...engine.precompile import DTYPES, Launch, hear
+from ..vocabulary import Terms
+from . import conv, glu, loss, norm, rotary
+
+
+def launches(dtype: str, D: int, K: int, V: int) -> list[Launch]:
+    """What models of width D, heads of K channels and a vocabulary of V launch for their convolutions, norms, units, positions and loss."""
+
+    def run() -> None:
+        for module in (_conv, _norm, _rest):
+            module(DTYPES[dtype], D, K, V)
+
+    return hear(run)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _conv(dtype: torch.dtype, D: int, K: int, V: int) -> None:
+    cu = _empty(5, dtype=torch.int32)
+    weight = _empty(D, 4, dtype=dtype)
+    for packed, states in product((False, True), repeat=2):
+        x, N = _empty(1 if packed else 4, 8192, D, dtype=dtype), 4
+        state, bias = (_empty(N, D, 3, dtype=dtype), _empty(D, dtype=dtype)) if states else (None, None)
+        conv.forward(x, weight, bias, None, state, cu if packed else None, None, True, states)
+        conv.backward(x, weight, bias, state, cu if packed else None, None, x, state, True)
+    x = _empty(4, 1, D, dtype=dtype)
+    for index in (None, _empty(4, dtype=torch.int32)):
+        conv.update(x, _empty(9, D, 3, dtype=dtype), weight, None, index, True)
+
+
+def _norm(dtype: torch.dtype, D: int, K: int, V: int) -> None:
+    for width, kind, added, activation in (
+        (D, "rms", False, ""), (D, "rms", True, ""), (D, "layer", True, ""), (K, "rms", False, "silu"), (K, "rms", False, "sigmoid"),
+        (K, "l2", False, ""),
+    ):  # fmt: skip
+        x, weight = _empty(1 << 14, width, dtype=dtype), None if kind == "l2" else _empty(width, dtype=dtype)
+        bias, residual, gate = weight if kind == "layer" else None, x if added else None, x if activation else None
+        norm.forward(x, residual, weight, bias, gate, 1e-6, 1, kind, activation)
+        norm.backward(x, weight, bias, gate, x, residual, 1e-6, 1, kind, activation)
+
+
+def _rest(dtype: torch.dtype, D: int, K: int, V: int) -> None:
+    x, at = _empty(2, 4096, 8, K, dtype=dtype), _empty(1, 4096, dtype=torch.int64)
+    for interleaved in (False, True):
+        rotary.turn(x, at, 10000.0, interleaved, False)
+    glu.forward(x, x, "silu")
+    glu.backward(x, x, x, "silu")
+    z, target = _empty(512, V, dtype=dtype), _empty(512, dtype=torch.int64)
+    for smoothing, softcap in ((0.0, 0.0), (0.1, 30.0)):
+        terms = Terms(-100, smoothing, 0.0, 1.0, softcap, 0, V, "")
+        for grad in (False, True):
+            lse, _, _ = loss.rows(z, target, terms, grad)
+        loss.slopes_(z, target, lse, lse, terms)
