@@ -139,11 +139,45 @@ def test_learning_rate_follows_its_schedule():
     assert all(r == 1 for r in rates[100:800]) and rates[900] == pytest.approx(0.5) and rates[1000] == 0
 
 
-def test_recall_command_reports_accuracy(tmp_path, capsys):
-    sizes = "--pairs 2 --keys 4 --values 4 --length 12 --layers 1 --width 16 --steps 20".split()
-    assert call("recall", "--out", tmp_path / "run", *sizes) == 0
-    assert 0 <= result(tmp_path / "run")["accuracy"] <= 1
-    assert "of the queries right after 20 steps" in capsys.readouterr().out
+def test_eval_compares_members_and_plots_and_goes_on_where_it_stopped(tmp_path, capsys):
+    sizes = "--size pairs=2 --size keys=4 --size values=4 --size length=12 --layers 1 --width 16 --steps 20".split()
+    both = ["--mixer", "delta_rule", "--mixer", "rwkv7"]
+    assert call("eval", "recall", "--out", tmp_path, *both, *sizes) == 0
+    said = capsys.readouterr().out
+    found = {m: json.loads((tmp_path / m / "accuracy.json").read_text()) for m in ("delta_rule", "rwkv7")}
+    for name, points in found.items():
+        assert list(points) == ["2", "4"] and points["2"] == result(tmp_path / name)["accuracy"]  # 8 pairs are more than the keys
+        assert f"{name}: {points['4']:.1%} right at pairs = 4 (guessing: 25.0%)" in said
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    before = (tmp_path / "rwkv7" / "model.safetensors").stat().st_mtime_ns
+    (tmp_path / "delta_rule" / "accuracy.json").unlink()
+    assert call("eval", "recall", "--out", tmp_path, *both, *sizes, "--mixer", "retention", "--resume") == 0
+    assert found == {m: json.loads((tmp_path / m / "accuracy.json").read_text()) for m in found}
+    assert (tmp_path / "rwkv7" / "model.safetensors").stat().st_mtime_ns == before and result(tmp_path / "retention")["steps"] == 20
+    assert call("eval", "parity", "--out", tmp_path, *both, "--resume") == 2
+    assert "holds a run on" in capsys.readouterr().err
+
+
+def test_perplexity_is_that_of_the_whole_window_in_one_pass(run, text, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from chunkwise.data.tokenizer import encode
+    from chunkwise.models.perplexity import by_doubling, nats_by_context
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).double().eval(), AutoTokenizer.from_pretrained(run)
+    tokens = torch.tensor([encode(tokenizer, TEXT)[:100], encode(tokenizer, TEXT)[50:150]])
+    with torch.no_grad():
+        want = -model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2).mean(0)
+    for piece in (7, 99, 1000):
+        got = nats_by_context(model, tokens, piece)
+        assert got.shape == want.shape and (got - want).norm() <= 64 * torch.finfo(torch.float64).eps * want.norm()
+    seen = by_doubling(want)
+    assert list(seen) == [1, 2, 4, 8, 16, 32, 64] and seen[4] == want[3:7].mean() and seen[64] == want[63:].mean()
+    capsys.readouterr()
+    assert call("perplexity", run, text, "--context", 64, "--out", run / "seen") == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[0]) for line in table[1:-1]] == [1, 2, 4, 8, 16, 32]
+    assert all(1 <= float(line.split()[1]) < 300 for line in table[1:-1]) and (run / "seen" / "perplexity.png").is_file()
 
 
 def test_generated_text_is_that_of_the_model_before_it_was_saved(tmp_path, capsys):
@@ -270,8 +304,14 @@ REFUSALS = {
     "resume and force": ("train {text} --out {run} --resume --force", "not both"),
     "resume of nothing": ("train {text} --out {new} --resume", "no run to resume"),
     "resume of a finished run": ("train --out {run} --resume", "finished"),
-    "more pairs than keys": ("recall --out {new} --pairs 9 --keys 8", "pairs must be between 1 and keys=8, got 9"),
-    "sequence too short": ("recall --out {new} --pairs 8 --length 20", "length must be at least 3 * pairs + 1 = 25"),
+    "more pairs than keys": ("eval recall --out {new} --size pairs=9 --size keys=8", "pairs must be between 1 and keys = 8, got 9"),
+    "sequence too short": ("eval recall --out {new} --size pairs=8 --size length=20", "length must be at least 3 * pairs + 1 = 25"),
+    "unknown task": ("eval chess --out {new}", "TASK must be one of copying, parity, permutation, recall, got chess"),
+    "unknown size": ("eval parity --out {new} --size pairs=3", "with a name among length, got pairs=3"),
+    "second member unknown": ("eval parity --out {new} --mixer gla --mixer mamba7", "mixer and layer_types must be among"),
+    "eval resumed and forced": ("eval parity --out {new} --resume --force", "not both"),
+    "context longer than the text": ("perplexity {run} {text} --context 99999", "fewer than --context 99999"),
+    "perplexity of no model": ("perplexity {full} {text}", "holds no model"),
     "missing model": ("generate {tmp}/nowhere", "nowhere: no such folder"),
     "folder without a model": ("generate {full}", "holds no model"),
     "damaged model": ("generate {tmp}/damaged", "header"),
@@ -316,7 +356,7 @@ def test_resumed_run_refuses_options_and_texts_that_differ(text, tmp_path, capsy
     assert call("train", tale, "--out", out, *TINY, "--steps", 10) == 0
     (out / "result.json").unlink()
     capsys.readouterr()
-    assert call("recall", "--out", out, "--resume") == 2
+    assert call("eval", "parity", "--out", out.parent, "--mixer", out.name, "--resume") == 2
     assert "holds the run of another command" in capsys.readouterr().err
     assert call("train", "--out", out, "--resume", "--width", 32) == 2
     assert capsys.readouterr().err == "chunkwise: --width was 16 when the run began; it cannot become 32\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from chunkwise.data.mix import mix
-from chunkwise.data.recall import IGNORE, RecallTask, draw_recall
+from chunkwise.data.permutation import product_table
+from chunkwise.data.task import IGNORE, Drill, all_tasks
 from chunkwise.data.text import Crops, TextTask, fingerprint, read_texts, split_texts
 from chunkwise.data.tokenizer import Stream, bpe_tokenizer, byte_tokenizer, encode, token_bytes
 
@@ -161,26 +163,63 @@ def test_text_too_short_for_the_context_is_refused():
         TextTask(["a" * 20], byte_tokenizer(), context=4, items=1, seed=0)
 
 
+TASKS = all_tasks()
+
+
 @pytest.mark.parametrize("length", [13, 40])
 def test_recall_asks_every_key_once_and_never_shows_the_answer(length):
-    pairs, keys, values = 4, 10, 6
+    task = TASKS["recall"](pairs=4, keys=10, values=6, length=length)
     for i in range(50):
-        ids, labels = draw_recall(0, i, pairs=pairs, keys=keys, values=values, length=length)
-        key, value = ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2]
-        assert len(set(key.tolist())) == pairs and key.min() >= 1 and key.max() <= keys
-        assert value.min() > keys and value.max() <= keys + values
+        ids, labels = task.item(0, i)
+        key, value = ids[0:8:2], ids[1:8:2]
+        assert len(set(key.tolist())) == 4 and key.min() >= 1 and key.max() <= 10
+        assert value.min() > 10 and value.max() <= 16
         book = dict(zip(key.tolist(), value.tolist()))
         asked = (labels != IGNORE).nonzero().flatten()
         assert sorted(ids[asked - 1].tolist()) == sorted(book)
         assert all(book[int(ids[p - 1])] == int(labels[p]) for p in asked)
-        assert set(ids[2 * pairs :].tolist()) <= {0, *book}
+        assert set(ids[8:].tolist()) <= {0, *book}
 
 
-def test_recall_is_drawn_from_seed_and_index_alone():
-    sizes = dict(pairs=4, keys=10, values=6, length=20)
-    draw = [draw_recall(1, i, **sizes)[0] for i in range(20)]
-    assert all(torch.equal(a, draw_recall(1, i, **sizes)[0]) for i, a in enumerate(draw))
-    assert len({tuple(d.tolist()) for d in draw} | {tuple(draw_recall(2, i, **sizes)[0].tolist()) for i in range(20)}) == 40
+def test_copying_asks_for_the_string_again():
+    ids, labels = TASKS["copying"](length=7, symbols=5).item(3, 1)
+    assert ids[:7].min() >= 1 and ids[:7].max() <= 5 and ids[7] == 0 and torch.equal(ids[8:], ids[:7])
+    assert (labels[:8] == IGNORE).all() and torch.equal(labels[8:], ids[:7])
+
+
+def test_parity_asks_for_the_ones_so_far():
+    ids, labels = TASKS["parity"](length=30).item(0, 0)
+    for t in range(30):
+        assert labels[t + 1] - 1 == sum(int(b) - 1 for b in ids[: t + 1]) % 2
+    assert ids[30] == 0 and labels[0] == IGNORE and set(ids[:30].tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_permutations_ask_for_the_product_so_far(n):
+    every = list(itertools.permutations(range(n)))
+    table = product_table(n)
+    assert all(sorted(row) == list(range(len(every))) for row in table)
+    if n > 2:
+        assert any(table[p][q] != table[q][p] for p in range(len(every)) for q in range(len(every)))
+    ids, labels = TASKS["permutation"](length=12, n=n).item(0, 0)
+    things = list(range(n))
+    for t in range(12):
+        step = every[int(ids[t]) - 1]
+        things = [step[i] for i in things]  # each thing goes where the step sends its place
+        assert tuple(things) == every[int(labels[t + 1]) - 1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_drawn_from_seed_and_index_alone(name):
+    task = TASKS[name]()
+    draws = [task.item(1, i) for i in range(10)]
+    assert all(torch.equal(a, b) for i, d in enumerate(draws) for a, b in zip(d, task.item(1, i)))
+    assert len({tuple(d[0].tolist()) for d in (*draws, *(task.item(2, i) for i in range(10)))}) == 20
+    for ids, labels in draws:
+        assert ids.shape == labels.shape == (task.tokens,) and ids.min() >= 0 and ids.max() < task.vocab
+        asked = labels[labels != IGNORE]
+        assert len(asked) and asked.min() >= 1 and asked.max() < task.vocab and 0 < task.chance <= 0.5
+    assert getattr(task.at(5), task.axis) == 5
 
 
 class Book(torch.nn.Module):
@@ -203,20 +242,24 @@ class Book(torch.nn.Module):
 
 
 def test_recall_accuracy_is_one_for_who_looks_up_and_none_for_who_does_not():
-    task = RecallTask(pairs=4, keys=8, values=8, length=16, items=1, seed=0, held_out=64)
-    assert task.evaluate(Book(task.vocab, 8))["accuracy"] == 1
-    assert task.evaluate(Uniform(task.vocab))["accuracy"] == 0  # its likeliest token is the filler
+    drill = Drill(TASKS["recall"](pairs=4, keys=8, values=8, length=16), items=1, seed=0, held_out=64)
+    assert drill.evaluate(Book(drill.vocab, 8))["accuracy"] == 1
+    assert drill.evaluate(Book(drill.vocab, 8), task=drill.task.at(8))["accuracy"] == 1
+    assert drill.evaluate(Uniform(drill.vocab))["accuracy"] == 0  # its likeliest token is the filler
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ({"pairs": 0}, "pairs must be between 1 and keys=8, got 0"),
-        ({"pairs": 9}, "pairs must be between 1 and keys=8, got 9"),
-        ({"values": 1}, "values must be at least 2, got 1"),
-        ({"length": 12}, "length must be at least 3 . pairs . 1 = 13, got 12"),
+        ("recall", {"pairs": 0}, "pairs must be at least 1, got 0"),
+        ("recall", {"pairs": 9, "keys": 8}, "pairs must be between 1 and keys = 8, got 9"),
+        ("recall", {"values": 1}, "values must be at least 2, got 1"),
+        ("recall", {"pairs": 4, "length": 12}, "length must be at least 3 . pairs . 1 = 13, got 12"),
+        ("copying", {"length": 0}, "length must be at least 1, got 0"),
+        ("parity", {"length": 0}, "length must be at least 1, got 0"),
+        ("permutation", {"n": 6}, "n must be between 2 and 5, got 6"),
     ],
 )
-def test_recall_sizes_that_cannot_be_drawn_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        RecallTask(**{**dict(pairs=4, keys=8, values=8, length=16, items=1, seed=0), **change})
+def test_task_sizes_that_cannot_be_drawn_are_refused(name, change, message):
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        TASKS[name](**change)

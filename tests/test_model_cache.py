@@ -190,6 +190,23 @@ def test_left_padded_generation_is_generation_alone(kind):
         assert torch.equal(together[row, 64:], model.generate(x[row : row + 1, 64 - n :], **options)[0, n:])
 
 
+@pytest.mark.parametrize("kind", [dict(mixer="gated_delta_rule"), dict(mixer="full_attention")], ids=["recurrent", "attention"])
+def test_right_padded_generation_is_generation_alone_and_returns_the_prompts(kind):
+    model, x = wide(build(**kind)), ids(3, 20)
+    mask = torch.ones_like(x)
+    mask[0, 3:], mask[1, 17:] = 0, 0
+    x = x * mask
+    options = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
+    together = model.generate(x, attention_mask=mask, **options)
+    assert torch.equal(together[:, :20], x)
+    for row, n in enumerate((3, 17, 20)):
+        assert torch.equal(together[row, 20:], model.generate(x[row : row + 1, :n], **options)[0, n:])
+    beams = dict(options, num_beams=2, num_return_sequences=2, return_dict_in_generate=True)
+    found = model.generate(input_ids=x, attention_mask=mask, **beams).sequences
+    assert torch.equal(found[:, :20], x.repeat_interleave(2, 0))
+    assert torch.equal(found[:2, 20:], model.generate(x[:1, :3], **beams).sequences[:, 3:])
+
+
 @kinds
 def test_beams_with_a_cache_are_beams_without(kind):
     model, x = wide(build(**kind)), ids(2, 9)

@@ -20,7 +20,7 @@ def on_gpu(result):
 
 def run(model, x, **given):
     model.zero_grad()
-    output = model(x, labels=x, **given)
+    output = model(x, labels=x, output_logits=True, **given)
     output.loss.backward()
     return on_gpu(flat(output.logits) | gradients(model))
 

@@ -10,10 +10,11 @@ from typer.main import get_command
 
 from .bench import bench
 from .doctor import doctor
+from .eval import evaluate
 from .generate import generate
 from .ops import ops
+from .perplexity import perplexity
 from .precompile import precompile
-from .recall import recall
 from .refusal import Refusal
 from .train import train
 
@@ -24,8 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, recall, bench, precompile, ops, doctor):
+for command in (train, generate, perplexity, bench, precompile, ops, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]  # what typer raises for every misuse
 

@@ -1,11 +1,11 @@
 """A run's folder: its recipe, its checkpoints, and in the end the model.
 
-    recipe.json      what the run is made of; written first
-    checkpoint-N/    complete once it holds the file COMPLETE
-    curve.png        the loss curve so far
-    tensorboard/     the same for TensorBoard
-    model.safetensors, config.json, tokenizer*   the finished model
-    result.json      what came out; written last, so its presence says that the run is over
+recipe.json      what the run is made of; written first
+checkpoint-N/    complete once it holds the file COMPLETE
+curve.png        the loss curve so far
+tensorboard/     the same for TensorBoard
+model.safetensors, config.json, tokenizer*   the finished model
+result.json      what came out; written last, so its presence says that the run is over
 """
 
 from __future__ import annotations
@@ -53,10 +53,16 @@ class Folder:
             raise Refusal(f"no run to resume in {self.path} (no {self.recipe_file.name})")
         if self.result_file.is_file():
             raise Refusal(f"the run in {self.path} is finished; nothing to resume")
+        return self.recorded(wanted, given)
+
+    def recorded(self, wanted: Recipe, given: Iterable[str]) -> Recipe:
+        """The recipe of the run in the folder, with which the given options and the kind of task must agree."""
         with refusing(ValueError, TypeError):
             recorded = Recipe(**json.loads(self.recipe_file.read_text()))
         if not wanted.task.keys() <= recorded.task.keys():
             raise Refusal(f"{self.path} holds the run of another command")
+        if "task" in wanted.task and wanted.task != recorded.task:  # a task is its sizes
+            raise Refusal(f"{self.path} holds a run on {recorded.task}, not on {wanted.task}")
         old, new = ({**asdict(r), **r.task} for r in (recorded, wanted))
         for name in given:
             if new[name] != old[name]:

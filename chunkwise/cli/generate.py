@@ -89,6 +89,11 @@ def _check(model: Path, prompt: str, max_new_tokens: int, temperature: float, to
         raise Refusal(f"--temperature must be 0 or a positive number, got {temperature}")
     if not 0 < top_p <= 1:
         raise Refusal(f"--top-p must be above 0 and at most 1, got {top_p}")
+    check_model(model)
+
+
+def check_model(model: Path) -> None:
+    """Refuse a folder that holds no saved model; point to the newest checkpoint of an unfinished run."""
     if not model.is_dir():
         raise Refusal(f"{model}: no such folder")
     if not (model / "config.json").is_file() or not (model / "model.safetensors").is_file():

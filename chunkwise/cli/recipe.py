@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .option import DEFAULT_STEPS
 from .refusal import Refusal, refusing
 
+DEFAULT_STEPS = 1000
 SCHEDULES = ("cosine", "wsd")
 DTYPES = ("float32", "bfloat16", "float16")
 DECAY_FROM = 0.8  # wsd: the learning rate is constant up to this share of the budget
@@ -16,7 +16,7 @@ DECAY_FROM = 0.8  # wsd: the learning rate is constant up to this share of the b
 
 @dataclass(frozen=True)
 class Recipe:
-    """Model, budget and optimiser of a run; `task` holds what else the command was told (texts and tokenizer, or the recall sizes)."""
+    """Model, budget and optimiser of a run; `task` holds what else the command was told (texts and tokenizer, or a task and its sizes)."""
 
     mixer: str
     layers: int
@@ -71,7 +71,7 @@ class Recipe:
 
 
 def choose_device(device: str) -> str:
-    """"cpu" or "cuda" for "auto", "cpu" or "cuda"."""
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda"."""
     import torch
 
     if device not in ("auto", "cpu", "cuda"):

@@ -16,40 +16,24 @@ from .refusal import Refusal, need, refusing
 TOKENIZERS = ("byte", "bpe")
 
 
+@option.training()
 def train(
     ctx: typer.Context,
+    run: dict[str, Any],
     texts: Annotated[list[Path] | None, typer.Argument(help="Text files, or folders of them.", show_default=False)] = None,
-    out: option.Out = Path("runs/model"),
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, curve, in the end the model.")] = Path("runs/model"),
     mixer: option.Mixer = "gated_delta_rule",
-    layers: option.Layers = 2,
-    width: option.Width = 128,
-    heads: option.Heads = 4,
-    steps: option.Steps = None,
-    minutes: option.Minutes = None,
-    batch: option.Batch = 4,
     context: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
-    lr: option.Rate = 4e-3,
-    warmup: option.Warmup = 50,
-    schedule: option.Schedule = "cosine",
-    weight_decay: option.WeightDecay = 0.1,
     tokenizer: Annotated[str, typer.Option(help="byte, or bpe learnt from the text.")] = "byte",
     vocab: Annotated[int | None, typer.Option(help="Tokens of bpe; default 4096.")] = None,
-    dtype: option.Dtype = "float32",
-    seed: option.Seed = 0,
     device: option.Device = "auto",
-    threads: option.Threads = 0,
-    save_every: option.SaveEvery = None,
     resume: option.Resume = False,
     force: option.Force = False,
 ) -> None:
     """Train a language model on text and save it where AutoModelForCausalLM finds it."""
     need("transformers", "train")
     data = {"texts": [str(t.absolute()) for t in texts or []], "context": context, "tokenizer": tokenizer, "vocab": vocab}
-    wanted = Recipe(
-        mixer=mixer, layers=layers, width=width, heads=heads, batch=batch, lr=lr, minutes=minutes,
-        steps=steps, warmup=warmup, schedule=schedule,
-        weight_decay=weight_decay, dtype=dtype, seed=seed, threads=threads, save_every=save_every, task=data,
-    )  # fmt: skip
+    wanted = Recipe(mixer=mixer, task=data, **run)
     folder = Folder(out)
     recipe = folder.settle(wanted, option.given(ctx), resume=resume, force=force)
     _check_text(recipe.task)

@@ -283,6 +283,21 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         )
         return result if _flag(return_dict, self.config.return_dict) else result.to_tuple()
 
+    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        """As in transformers, for prompts padded on either side: new tokens come after the last column, so rows whose padding is there
+        are read with it moved to the front. The prompts come back as they were given."""
+        name = "input_ids" if inputs is None else "inputs"
+        given, mask = options.get("input_ids") if inputs is None else inputs, options.get("attention_mask")
+        if given is None or mask is None or mask.shape != given.shape or bool(mask[:, -1:].all()):
+            return super().generate(inputs, *args, **options)
+        order = mask.bool().to(torch.int8).argsort(dim=1, stable=True)  # padding first, the tokens in their order
+        moved = {**options, name: given.gather(1, order), "attention_mask": mask.gather(1, order)}
+        result = super().generate(moved.pop("inputs", None), *args, **moved)
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        B, T = given.shape
+        sequences[:, :T] = given.repeat_interleave(sequences.shape[0] // max(B, 1), 0)
+        return result
+
 
 def _plain(head: nn.Module) -> bool:
     """Whether the head is its weight and nothing else: no adapter, quantisation, sharding or hook that only calling it would honour."""
