@@ -141,16 +141,17 @@ def test_learning_rate_follows_its_schedule():
 
 def test_eval_compares_members_and_plots_and_goes_on_where_it_stopped(tmp_path, capsys):
     sizes = "--size pairs=2 --size keys=4 --size values=4 --size length=12 --layers 1 --width 16 --steps 20".split()
-    both = ["--mixer", "delta_rule", "--mixer", "rwkv7"]
+    both = ["--mixer", "delta_rule:allow_neg_eigval=true", "--mixer", "rwkv7"]
     assert call("eval", "recall", "--out", tmp_path, *both, *sizes) == 0
     said = capsys.readouterr().out
-    found = {m: json.loads((tmp_path / m / "accuracy.json").read_text()) for m in ("delta_rule", "rwkv7")}
+    found = {m: json.loads((tmp_path / m / "accuracy.json").read_text()) for m in (both[1], "rwkv7")}
     for name, points in found.items():
         assert list(points) == ["2", "4"] and points["2"] == result(tmp_path / name)["accuracy"]  # 8 pairs are more than the keys
         assert f"{name}: {points['4']:.1%} right at pairs = 4 (guessing: 25.0%)" in said
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "rwkv7" / "model.safetensors").stat().st_mtime_ns
-    (tmp_path / "delta_rule" / "accuracy.json").unlink()
+    assert json.loads((tmp_path / both[1] / "config.json").read_text())["allow_neg_eigval"] is True
+    (tmp_path / both[1] / "accuracy.json").unlink()
     assert call("eval", "recall", "--out", tmp_path, *both, *sizes, "--mixer", "retention", "--resume") == 0
     assert found == {m: json.loads((tmp_path / m / "accuracy.json").read_text()) for m in found}
     assert (tmp_path / "rwkv7" / "model.safetensors").stat().st_mtime_ns == before and result(tmp_path / "retention")["steps"] == 20
@@ -306,6 +307,9 @@ REFUSALS = {
     "resume of a finished run": ("train --out {run} --resume", "finished"),
     "more pairs than keys": ("eval recall --out {new} --size pairs=9 --size keys=8", "pairs must be between 1 and keys = 8, got 9"),
     "sequence too short": ("eval recall --out {new} --size pairs=8 --size length=20", "length must be at least 3 * pairs + 1 = 25"),
+    "mixer that is no mixer": ("eval parity --out {new} --mixer gla:expand_k", "--mixer must be NAME or NAME:FIELD=VALUE"),
+    "mixer with another's field": ("eval parity --out {new} --mixer gla:lower_bound=-5", "no layer of ['gla'] uses lower_bound"),
+    "mixer with its own width": ("train {text} --out {new} --mixer gla:hidden_size=8", "--mixer cannot set hidden_size"),
     "unknown task": ("eval chess --out {new}", "TASK must be one of copying, parity, permutation, recall, got chess"),
     "unknown size": ("eval parity --out {new} --size pairs=3", "with a name among length, got pairs=3"),
     "second member unknown": ("eval parity --out {new} --mixer gla --mixer mamba7", "mixer and layer_types must be among"),

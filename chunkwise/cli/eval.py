@@ -22,7 +22,7 @@ def evaluate(
     ctx: typer.Context,
     run: dict[str, Any],
     task: Annotated[str, typer.Argument(help="recall, copying, parity or permutation.", show_default=False)],
-    mixer: Annotated[list[str] | None, typer.Option(help="A member that has a layer, full_attention, or none; again for more.")] = None,
+    mixer: Annotated[list[str] | None, typer.Option(help="As in train, e.g. delta_rule:allow_neg_eigval=true; again for more.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="A size of the task, as pairs=8; again for more.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs, one for each member; default runs/TASK.")] = None,
     device: option.Device = "auto",

@@ -11,7 +11,7 @@ import typer
 
 from .recipe import DEFAULT_STEPS
 
-Mixer = Annotated[str, typer.Option(help="A member that has a layer, full_attention, or none.")]
+Mixer = Annotated[str, typer.Option(help="A member that has a layer, full_attention, or none; with fields as gla:expand_k=1,conv_size=2.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the batches.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 leaves it to PyTorch. One is best for small models on a busy machine.")]

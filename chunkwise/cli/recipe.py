@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,21 @@ def choose_threads(threads: int) -> int:
     return torch.get_num_threads()
 
 
+def parse_mixer(text: str) -> tuple[str, dict[str, Any]]:
+    """("gla", {"expand_k": 1}) from "gla:expand_k=1": a mixer and fields of the configuration, more of them after commas."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for field_text in rest.split(",") if rest else []:
+        key, equals, value = field_text.partition("=")
+        if not equals or not key.isidentifier():
+            raise Refusal(f"--mixer must be NAME or NAME:FIELD=VALUE,..., got {text}")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return name, options
+
+
 def build_model(recipe: Recipe, vocab: int) -> Any:
     """The model of the recipe with weights drawn from its seed."""
     import torch
@@ -99,15 +115,11 @@ def build_model(recipe: Recipe, vocab: int) -> Any:
 
     from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
 
+    mixer, options = parse_mixer(recipe.mixer)
+    own = dict(mixer=mixer, hidden_size=recipe.width, num_hidden_layers=recipe.layers, num_heads=recipe.heads, vocab_size=vocab)
+    if taken := sorted(own.keys() & options.keys()):
+        raise Refusal(f"--mixer cannot set {taken[0]}, which has an option of its own")
     with refusing(ValueError, TypeError, StrictDataclassError):
-        config = ChunkwiseConfig(
-            mixer=recipe.mixer,
-            hidden_size=recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_heads=recipe.heads,
-            vocab_size=vocab,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        config = ChunkwiseConfig(**{**own, **options}, bos_token_id=None, eos_token_id=None)
         torch.manual_seed(recipe.seed)
         return ChunkwiseForCausalLM(config)
