@@ -7,9 +7,10 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from oracle import OPS, Case, ids, make
+from oracle import OPS, Case, check, ids, make
 
 from chunkwise import decode, prefill
+from chunkwise.reference import reference
 from chunkwise.spec import Op, Rule, Streams
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
@@ -169,12 +170,14 @@ def raw(op: Op, x: dict[str, torch.Tensor]) -> dict[str, object]:
 def test_raw_streams_are_prepared_on_the_way(op):
     x, pool = drawn(op)
     x, S = {n: z[:1] if op.args[n].per_token else z for n, z in x.items()}, pool[4:5].clone()
-    want, ST = op(x, initial_state=S, output_final_state=True, form="recurrent", backend="torch", **raw(op, x))
-    form = op(x, initial_state=S, output_final_state=True, form="recurrent", **raw(op, x))
-    same(form[0], want)
-    same(form[1], ST)
-    same(decode(op, x, S, **raw(op, x)), want)
-    same(S, ST)
+    call = {n: t.cpu() for n, t in x.items()}
+    options = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in raw(op, x).items()}
+    made = (reference(op, call, dtype=d, initial_state=S.cpu(), **options) for d in (torch.float64, None))
+    truth, honest = (dict(zip(("o", "final state"), pair)) for pair in made)
+    o, ST = op(x, initial_state=S, output_final_state=True, form="recurrent", **raw(op, x))
+    check({"o": o, "final state": ST}, truth, honest)
+    o = decode(op, x, S, **raw(op, x))
+    check({"o": o, "final state": S}, truth, honest)
 
 
 def test_one_projection_stands_for_q_k_and_v():

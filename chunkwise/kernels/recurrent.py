@@ -41,28 +41,13 @@ def write(b_S, b_k, b_x, V_FIRST: tl.constexpr):
 @triton.jit
 def unit(b_x, NORM: tl.constexpr):
     """x / sqrt(sum of squares + 1e-6), where asked for."""
-    return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6) if NORM else b_x
+    return tl.div_rn(b_x, tl.sqrt_rn(tl.zeros_like(b_x) + tl.sum(b_x * b_x, 0) + 1e-6)) if NORM else b_x
 
 
-@triton.jit
-def sigmoid(b_x):
-    return 1.0 / (1.0 + tl.exp(-b_x))
-
-
-@triton.jit
-def softplus(b_x):
-    """log(1 + e^x); below e^-3.5 by its series, whose error is far below a rounding of the result."""
-    b_z = tl.exp(tl.minimum(b_x, 20.0))
-    b_series = b_z * (1.0 - b_z * (0.5 - b_z * (0.33333333 - b_z * (0.25 - b_z * 0.2))))
-    return tl.where(b_x > 20.0, b_x, tl.where(b_z < 0.03, b_series, tl.log(1.0 + b_z)))
-
-
+# Functions to a rounding or two, where the hardware's are good to 22 bits: a head that always forgets at one rate adds their errors up.
 @triton.jit
 def exp(b_x):
-    """e^x in fp32 for x <= 0, to a rounding: a head that always forgets at one rate would add up the hardware's few.
-
-    x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its series, 2^n exact.
-    """
+    """e^x in fp32: x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its series, 2^n exact. 0 below e^-104."""
     b_x = tl.where(b_x < -104.0, -104.0, b_x)  # NaN stays
     b_n = tl.floor(b_x * 1.4426950408889634 + 0.5)
     b_r = tl.fma(b_n, -0.693145751953125, b_x)  # ln 2 in two parts: n times the first is exact
@@ -74,6 +59,29 @@ def exp(b_x):
     b_p = tl.fma(b_r, b_p, 0.5)
     b_p = tl.fma(b_r * b_r, b_p, b_r)
     return tl.exp2(b_n) * (b_p + 1.0)
+
+
+@triton.jit
+def sigmoid(b_x):
+    """1 / (1 + e^-x)."""
+    b_z = exp(-tl.abs(b_x))
+    return tl.div_rn(tl.where(b_x < 0, b_z, tl.where(b_x >= 0, 1.0, b_x)), 1.0 + b_z)  # NaN stays
+
+
+@triton.jit
+def softplus(b_x):
+    """log(1 + e^x) = max(x, 0) + log(1 + z), z = e^-|x| <= 1; log(1 + z) = 2 artanh s by its series, s = z / (2 + z) <= 1/3."""
+    b_z = exp(-tl.abs(b_x))
+    b_s = tl.div_rn(b_z, 2.0 + b_z)
+    b_2 = b_s * b_s
+    b_p = tl.fma(b_2, 1.0 / 15, 1.0 / 13)
+    b_p = tl.fma(b_2, b_p, 1.0 / 11)
+    b_p = tl.fma(b_2, b_p, 1.0 / 9)
+    b_p = tl.fma(b_2, b_p, 1.0 / 7)
+    b_p = tl.fma(b_2, b_p, 1.0 / 5)
+    b_p = tl.fma(b_2, b_p, 1.0 / 3)
+    b_p = tl.fma(b_2 * b_s, b_p, b_s)
+    return tl.where(b_x < 0, 0.0, b_x) + 2.0 * b_p
 
 
 @triton.jit
@@ -143,7 +151,7 @@ def recurrent_kernel(
         b_S = tl.zeros([BV, BK] if V_FIRST else [BK, BV], tl.float32)
     if TREE:
         b_root = b_S
-    A = tl.exp(tl.load(A_log + i_hv).to(tl.float32)) if RAW != "" else 0.0
+    A = exp(tl.load(A_log + i_hv).to(tl.float32)) if RAW != "" else 0.0
     b_bias = 0.0
     if BIAS:
         if GATE == "key":
