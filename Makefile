@@ -12,7 +12,7 @@ DEMO := runs/demo
 # machine, but where other programs want the same cores they wait for each other: several times slower (docs/facts.md).
 DEMO_OPTIONS := --mixer gated_delta_rule --steps 800 --minutes 1.6 --threads 1
 
-.PHONY: demo test lint types clean
+.PHONY: demo test coverage lint types clean
 
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit("chunkwise needs Python >= 3.11: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
@@ -43,6 +43,10 @@ demo: $(VENV)/.train $(TEXT)/.fetched
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(JOBS)
 	$(BIN)/python -m pytest -q -n $(JOBS) tests/interpret
+
+coverage: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --cov --cov-report= --cov-fail-under=0
+	$(BIN)/python -m pytest -q -n $(JOBS) --cov --cov-append tests/interpret
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,3 +44,12 @@ def time_step(*shape: int, **kw: Any) -> Tensor:
 def rate(*shape: int, **kw: Any) -> Tensor:
     """Negative rates of decay a unit of time: minus the exponential of a standard normal."""
     return -torch.randn(*shape, **kw).exp()
+
+
+RANGE: Mapping[Callable[..., Tensor], tuple[str, Callable[[Tensor], Tensor]]] = {
+    log_decay: ("at most 0", lambda t: t <= 0),
+    unit: ("vectors of length at most 1", lambda t: t.norm(dim=-1) < 1.01),  # as half types round them
+    write_strength: ("in [0, 2]", lambda t: (t >= 0) & (t <= 2)),
+    time_step: ("finite and at least 0", lambda t: t.isfinite() & (t >= 0)),
+    rate: ("below 0", lambda t: t < 0),
+}  # what is drawn, and where members are stable: see examination.py

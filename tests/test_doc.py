@@ -1,6 +1,9 @@
 """What README and docs say is so: names exist, files are there, commands take their options, cases have their tests."""
 
+import doctest
 import importlib.metadata
+import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -85,3 +88,14 @@ def test_operators_need_torch_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_examples_in_docstrings_run():
+    tried = 0
+    for module in pkgutil.walk_packages(chunkwise.__path__, "chunkwise."):
+        if module.name.startswith("chunkwise.kernels") or ">>>" not in Path(importlib.util.find_spec(module.name).origin).read_text():
+            continue
+        result = doctest.testmod(importlib.import_module(module.name))
+        assert not result.failed, module.name
+        tried += result.attempted
+    assert tried

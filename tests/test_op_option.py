@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from oracle import OPS, Case, ids, make, same, with_gradients
 
+import chunkwise
+from chunkwise.draw import RANGE
 from chunkwise.spec import PlainOptions, all_ops, public_functions
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
@@ -121,6 +123,25 @@ def test_a_public_function_shows_what_it_takes_and_swallows_nothing(name):
     needed = [i if p.annotation == "int" else torch.zeros(1) for i, p in enumerate(shown) if p.default is p.empty]
     with pytest.raises(TypeError, match="swallowed"):
         function(*needed, swallowed=True)
+
+
+@every
+def test_inputs_that_leave_their_range_are_pointed_at_and_not_refused(op):
+    x = {n: t.detach() for n, t in make(op, CASE).x.items()}
+    assert chunkwise.examine(op.name, **x) == []
+    for name, arg in op.args.items():
+        bad = {**x, name: x[name].clone()}
+        bad[name].view(-1)[0] = float("nan")
+        assert chunkwise.examine(op, **bad) == [f"{op.name}: {name} should be finite; 1 of {x[name].numel()} are not"]
+        if arg.draw in RANGE and op.couple(x)[name] is x[name]:
+            bad[name] = 3 - x[name] if arg.draw.__name__ != "unit" else 2 * x[name]
+            if arg.draw.__name__ == "time_step":
+                bad[name] = -x[name]
+            (line,) = chunkwise.examine(op, **bad)
+            assert line.startswith(f"{op.name}: {name} should be {RANGE[arg.draw][0]}; "), line
+            op(bad)
+    with pytest.raises(TypeError, match="takes no input 'z'"):
+        chunkwise.examine(op, **x, z=x[op.query])
 
 
 def test_every_shared_option_is_documented_on_one_page_and_taken_by_every_member():
