@@ -6,6 +6,8 @@ import pytest
 import torch
 from oracle import DEVICE, OPS, Case, check, definition, engine, head, honest, ids, make, widen, with_gradients
 
+from chunkwise.reference import reference
+
 every = pytest.mark.parametrize("op", OPS, ids=ids)
 PLAIN = Case(B=3, T=41, H=2, n=2, K=6, V=5)
 
@@ -58,6 +60,8 @@ def test_states_come_in_any_dtype_and_either_layout(op):
         again, again_S = op(call.x, initial_state=call.S0.detach().bfloat16().float(), output_final_state=True, chunk_size=16)
         assert torch.equal(o, again) and torch.equal(ST.mT, again_S)
     assert want["final state"].shape == call.S0.shape
+    (_, a), (_, b) = (reference(op, call.x, initial_state=S, state_v_first=v) for S, v in ((call.S0, False), (call.S0.mT, True)))
+    assert torch.equal(a.mT, b)
 
 
 @every

@@ -86,6 +86,13 @@ def test_heads_must_divide(op):
 
 
 @every
+def test_heads_without_channels_are_refused(op):
+    for sizes, letter in ((dict(K=0), "K"), (dict(V=0), "V"), (dict(H=0), "H")):
+        if any(letter in a.axes.split() for a in op.args.values()):
+            refused(op, ValueError, f"must have {letter}", {n: t.detach() for n, t in make(op, Case(T=8, **sizes)).x.items()})
+
+
+@every
 def test_unknown_keywords_are_refused(op):
     for name in ("scal", "head_first", "cu_seqlen", "use_l2norm"):
         refused(op, TypeError, name, inputs(op), **{name: None})
@@ -146,6 +153,9 @@ def test_raw_gates_need_their_parameters():
         refused(op, ValueError, "dt_bias", x, use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(3))
         refused(op, ValueError, "lower_bound", x, use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound=5.0)
         refused(op, ValueError, "use_gate_in_kernel", x, A_log=torch.zeros(2))
+        for name, option in (("g", "use_gate_in_kernel"), ("beta", "use_beta_sigmoid_in_kernel")):
+            if name in op.args and op.args[name].optional:
+                refused(op, ValueError, f"{option} needs {name}", {**x, name: None}, **{option: True})
         if "allow_neg_eigval" in op.defaults:
             refused(op, ValueError, "use_beta_sigmoid_in_kernel", x, allow_neg_eigval=True)
 
