@@ -154,8 +154,14 @@ class Op:
     empty: Callable[[Tensor], Tensor] = lambda zeros: zeros  # the state that means "nothing yet", from zeros
     valid: Callable[[Tensor], Tensor] = lambda random: random  # a state that may occur, from a random tensor
     couple: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda x: x  # random inputs -> as real layers couple them
+    defaults: Mapping[str, Any] = field(init=False)  # the options this member takes, with their defaults
+    _wanted: Mapping[str, tuple[tuple[str, ...], bool, bool]] = field(init=False, repr=False)  # see __post_init__
 
     def __post_init__(self) -> None:
+        taken = {n: d for n, d in DEFAULTS.items() if n in self.options.__annotations__}
+        object.__setattr__(self, "defaults", {**self.settings, **taken})
+        # what every call looks up: an input's axes, whether it may be None, whether its dtype is free
+        object.__setattr__(self, "_wanted", {n: (tuple(a.axes.split()), a.optional, a.free_dtype) for n, a in self.args.items()})
         if self.query not in self.args:
             raise ValueError(f"{self.name}: declares no input {self.query}, which scale multiplies")
         if self.lower is None and self.passes is None:
@@ -172,8 +178,8 @@ class Op:
 
     def state_shape(self, sizes: Mapping[str, int], N: int) -> tuple[int, ...]:
         """Shape of the state of N sequences."""
-        sizes = {**EXTRA_SIZES, **sizes, "N": N}
-        return tuple(extent(x, {**sizes, "HV": sizes.get("HV", sizes.get("H", 1))}) for x in self.state.split())
+        sizes = {**EXTRA_SIZES, "HV": sizes.get("H", 1), **sizes, "N": N}
+        return tuple([sizes[x] if x in sizes else extent(x, sizes) for x in self.state.split()])
 
     def draw_state(self, sizes: Mapping[str, int], N: int, **kw: Any) -> Tensor:
         """A random state that may occur."""
@@ -185,46 +191,60 @@ class Op:
 
     def check(self, inputs: Mapping[str, Tensor | None]) -> dict[str, int]:
         """Bind axis letters to sizes. Raises TypeError or ValueError naming the op, the argument, what is wanted and what was given."""
-        bound: dict[str, tuple[int, str]] = {}
-        first: tuple[str, Tensor] | None = None
+        sizes: dict[str, int] = {}
+        dtype = device = None
         for name, t in inputs.items():
-            arg = self.args[name]
-            if t is None and arg.optional:
+            axes, optional, free_dtype = self._wanted[name]
+            if t is None and optional:
                 continue
             if not isinstance(t, Tensor):
-                raise TypeError(f"{self.name}: {name} must be a tensor [{', '.join(arg.axes.split())}], got {type(t).__name__}")
-            if not t.is_floating_point():
+                raise TypeError(f"{self.name}: {name} must be a tensor [{', '.join(axes)}], got {type(t).__name__}")
+            other = t.dtype is not dtype
+            if other and not t.is_floating_point():
                 raise TypeError(f"{self.name}: {name} must have a floating dtype, got {t.dtype}")
-            first = first or (name, t)
-            if t.device != first[1].device:
-                raise ValueError(f"{self.name}: {name} is on {t.device}, {first[0]} is on {first[1].device}")
-            if t.dtype != first[1].dtype and not arg.free_dtype:
-                raise TypeError(f"{self.name}: {name} must have {first[0]}'s dtype {first[1].dtype}, got {t.dtype}")
-            axes = arg.axes.split()
-            if len(axes) != t.ndim or any(x in bound and bound[x][0] != s for x, s in zip(axes, t.shape)):
-                known = ", ".join(f"{x}={bound[x][0]} (from {bound[x][1]})" for x in axes if x in bound)
-                raise ValueError(f"{self.name}: {name} must be [{', '.join(axes)}]{known and ' with ' + known}, got {list(t.shape)}")
-            for x, s in zip(axes, t.shape):
-                bound.setdefault(x, (s, name))
-        sizes = {x: s for x, (s, _) in bound.items()}
+            if device is None:
+                first, dtype, device = name, t.dtype, t.device
+            elif other and not free_dtype:
+                raise TypeError(f"{self.name}: {name} must have {first}'s dtype {dtype}, got {t.dtype}")
+            if t.device != device:
+                raise ValueError(f"{self.name}: {name} is on {t.device}, {first} is on {device}")
+            shape = t.shape
+            fits = len(shape) == len(axes)
+            for x, size in zip(axes, shape):
+                fits = fits and sizes.setdefault(x, size) == size
+            if not fits:
+                raise ValueError(f"{self.name}: {name} must be {self._shape(inputs, name)}, got {list(shape)}")
         for x in "H", "HV", "K", "V":
-            if sizes.get(x, 1) < 1:
-                raise ValueError(f"{self.name}: {bound[x][1]} must have {x} >= 1, got {list(inputs[bound[x][1]].shape)}")  # type: ignore[union-attr]
+            if x in sizes and sizes[x] < 1:
+                name = self._binds(inputs, x)
+                raise ValueError(f"{self.name}: {name} must have {x} >= 1, got {list(inputs[name].shape)}")  # type: ignore[union-attr]
         if sizes.get("HV", 1) % sizes.get("H", 1):
-            raise ValueError(f"{self.name}: {bound['HV'][1]} must have a multiple of H={sizes['H']} heads, got HV={sizes['HV']}")
+            name = self._binds(inputs, "HV")
+            raise ValueError(f"{self.name}: {name} must have a multiple of H={sizes['H']} heads, got HV={sizes['HV']}")
         return sizes
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The options this member takes, with their defaults."""
-        return {**self.settings, **{n: d for n, d in DEFAULTS.items() if n in self.options.__annotations__}}
+    def _binds(self, inputs: Mapping[str, Tensor | None], axis: str) -> str:
+        """The first input that has an axis."""
+        return next(n for n, t in inputs.items() if t is not None and axis in self._wanted[n][0])
+
+    def _shape(self, inputs: Mapping[str, Tensor | None], name: str) -> str:
+        """An input's axes, and the sizes that earlier ones have given them."""
+        axes = self._wanted[name][0]
+        bound: dict[str, str] = {}
+        for n, t in inputs.items():
+            if n == name:
+                break
+            for x, size in zip(self._wanted[n][0], () if t is None else t.shape):
+                bound.setdefault(x, f"{x}={size} (from {n})")
+        known = ", ".join(bound[x] for x in axes if x in bound)
+        return f"[{', '.join(axes)}]{known and ' with ' + known}"
 
     def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
         from .engine.dispatch import run
 
-        unknown = options.keys() - self.defaults.keys()
-        if unknown:
-            raise TypeError(f"{self.name}: unexpected keyword {sorted(unknown)[0]!r}; it takes {', '.join(self.defaults)}")
+        if not options.keys() <= self.defaults.keys():
+            unknown = sorted(options.keys() - self.defaults.keys())[0]
+            raise TypeError(f"{self.name}: unexpected keyword {unknown!r}; it takes {', '.join(self.defaults)}")
         return run(self, inputs, self.check(inputs), {**self.defaults, **options})
 
     @property

@@ -70,7 +70,7 @@ class Layout:
         return [self.narrow(i, i + steps) for i in range(0, len(self.alive), steps)]
 
     @cached_property
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
         """Packed: [slots * C] token of each chunk row, or T for a row past the end."""
         starts = [0, *accumulate(self.lengths or ())]
         where = [(starts[n] + i * self.C, starts[n + 1]) for i, m in enumerate(self.alive, self.first) for n in self.order[:m]]
@@ -90,7 +90,7 @@ class Layout:
         if not self.slots:
             return out
         if self.lengths is not None:
-            flat = torch.cat((x[0], x.new_zeros(1, *x.shape[2:]))).index_select(0, self._rows)
+            flat = torch.cat((x[0], x.new_zeros(1, *x.shape[2:]))).index_select(0, self.rows)
             out.copy_(flat.view(self.slots, self.C, self.H, n, *D).permute(0, 2, 3, 1, *range(4, 4 + len(D))))
             return out
         for grid, tokens in self._grids(out, x):
@@ -125,7 +125,7 @@ class Layout:
         n, D = x.shape[2], x.shape[4:]
         if self.lengths is not None and self.slots:
             rows = x.permute(0, 3, 1, 2, *range(4, 4 + len(D))).reshape(self.slots * self.C, self.H * n, *D)
-            out[0].index_copy_(0, self._rows, rows.to(out.dtype))
+            out[0].index_copy_(0, self.rows, rows.to(out.dtype))
         elif self.slots:
             for grid, tokens in self._grids(x, out):
                 tokens.copy_(grid)

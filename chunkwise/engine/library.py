@@ -1,20 +1,22 @@
-"""The library's two torch operators, chunkwise::forward and chunkwise::backward, with shapes for tracing, and the function that joins them.
+"""The library's two torch operators, chunkwise::forward and chunkwise::backward, with shapes for tracing, and the functions that join them.
 
 One boundary per call: whatever plan runs inside, torch.compile sees one node. Absent tensors come back as empty ones.
+Where nobody looks, the plan is called directly: crossing the dispatcher twice costs more than the rest of a call's Python.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
-from ..spec import Gate, Rule, Streams
+from ..spec import Gate, Output, Rule, Streams
 from .plan import PLANS
-from .problem import Problem, compute_dtype, partition, problem
+from .problem import Problem, compute_dtype, given, partition, problem
 
 STREAM_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u"
 _INPUTS = f"{STREAM_INPUTS}, Tensor? S0"
@@ -26,6 +28,9 @@ _LIBRARY.define(
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor da, Tensor db, Tensor de, Tensor du, Tensor dS0)"
 )
 STREAMS = len(Streams._fields)
+
+
+PLAIN = {Tensor, Parameter}
 
 
 def resolve(
@@ -40,12 +45,26 @@ def resolve(
     precision: str,
 ) -> tuple[Any, Problem, Streams]:
     """The plan, the problem and the streams that an operator's arguments stand for."""
-    x = Streams(*streams)
-    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, scale=scale, precision=precision)
-    ways = PLANS[plan]()
-    if hasattr(ways, "chunk"):
-        p = replace(p, C=ways.chunk(p.dtype, chunk))
+    x, ways = Streams(*streams), PLANS[plan]()
+    own = hasattr(ways, "chunk")  # kernels choose the chunk's length, and no row is too short for it
+    chunk = ways.chunk(x.q.dtype, chunk) if own else chunk
+    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, exact=own, scale=scale, precision=precision)
     return ways, p, x
+
+
+def _outside(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast changes nothing inside a plan."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _gradients(
+    plan: Any, p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of every stream, and of the initial state in its dtype."""
+    with _outside(x.q):
+        d, dS0 = plan.backward(p, x, S0, saved, do, dST)
+    return (*d, None if S0 is None or dS0 is None else dS0.to(S0.dtype))
 
 
 def _present(t: Tensor | None, like: Tensor) -> Tensor:
@@ -56,7 +75,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, final, save = args[STREAMS + 1 :]
     plan, p, x = resolve(tuple(streams), *switches)
-    with torch.autocast(x.q.device.type, enabled=False):
+    with _outside(x.q):
         o, ST, saved = plan.forward(p, x, S0, final=final, save=save)
     return o, _present(ST, o), _present(saved, o)
 
@@ -65,10 +84,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, saved, do, dST = args[STREAMS + 1 :]
     plan, p, x = resolve(tuple(streams), *switches)
-    with torch.autocast(x.q.device.type, enabled=False):
-        d, dS0 = plan.backward(p, x, S0, saved if saved.numel() else None, do, dST)
-    dS0 = None if S0 is None or dS0 is None else dS0.to(S0.dtype)
-    return tuple(_present(t, do) for t in (*d, dS0))
+    return tuple(_present(t, do) for t in _gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +117,7 @@ for _name, _impl, _fake in (("forward", _forward, _fake_forward), ("backward", _
     torch.library.register_fake(f"chunkwise::{_name}", _fake, lib=_LIBRARY)
 
 
-class Recurrence(torch.autograd.Function):
+class Traced(torch.autograd.Function):
     """The two operators as one differentiable function; its arguments are those of chunkwise::forward."""
 
     @staticmethod
@@ -121,3 +137,64 @@ class Recurrence(torch.autograd.Function):
         d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None)
         wanted = zip(d, inputs, ctx.needs_input_grad)
         return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.switches) + 4))
+
+
+class Direct(torch.autograd.Function):
+    """A plan's two passes as one differentiable function: what `Traced` computes, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Any, p: Problem, final: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """tensors: the streams and the initial state."""
+        with _outside(given(tensors[0])):
+            o, ST, saved = plan.forward(p, Streams._make(tensors[:-1]), tensors[-1], final=final, save=True)
+        ctx.plan, ctx.p = plan, p
+        ctx.save_for_backward(*tensors, p.cu_seqlens, p.cu_seqlens_cpu, saved)
+        ctx.set_materialize_grads(False)
+        return o, ST
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
+        *streams, S0, _, _, saved = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
+        x, p = Streams._make(streams), ctx.p
+        do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
+        d = _gradients(ctx.plan, p, x, S0, saved, do, dST)
+        return None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[3:]))
+
+
+def _direct(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Nobody traces, transforms or watches: the plan can be called as a function."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    for t in tensors:
+        if t is not None and (type(t) not in PLAIN or t.is_meta):
+            return False
+    return True
+
+
+def recurrence(
+    x: Streams,
+    S0: Tensor | None,
+    cu: Tensor | None,
+    cu_cpu: Tensor | None,
+    *,
+    gate: Gate,
+    rule: Rule,
+    plan: str,
+    chunk: int,
+    scale: float,
+    precision: str,
+    final: bool,
+    grad: bool,
+) -> Output:
+    """A pass of the engine: o [B, T, HV, V], and the last state [N, HV, K, V] if `final`; differentiable if `grad`."""
+    if not _direct((*x, S0, cu, cu_cpu)):
+        call = Traced.apply if grad else torch.ops.chunkwise.forward
+        o, ST, _ = call(*x, S0, cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
+        return o, ST if final else None
+    made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
+    if grad:
+        return Direct.apply(made, p, final, *x, S0)
+    with _outside(x.q):
+        o, ST, _ = made.forward(p, x, S0, final=final, save=False)
+    return o, ST

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -74,6 +75,23 @@ class Problem:
         return compute_dtype(self.dtype)
 
 
+@lru_cache(maxsize=256)
+def _record(
+    q: tuple[int, ...], v: tuple[int, ...], packed: int | None, dtype: torch.dtype, gate: Gate, rule: Rule, chunk: int, scale: float,
+    precision: str, exact: bool, bonus: bool, erase: bool, before: bool,
+) -> Problem:  # fmt: skip
+    """The problem of sizes and switches, its offsets left out."""
+    B, T, H, K = q
+    HV, V = v[2:]
+    N = B if packed is None else packed
+    whole = max(16, power_of_two(T))
+    C = chunk if exact else min(chunk or whole, whole)
+    return Problem(
+        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
+        precision=precision, dtype=dtype, cu_seqlens=None, cu_seqlens_cpu=None,
+    )  # fmt: skip
+
+
 def problem(
     x: Streams,
     cu_seqlens: Tensor | None,
@@ -84,15 +102,11 @@ def problem(
     chunk: int,
     scale: float,
     precision: str,
+    exact: bool = False,
 ) -> Problem:
-    """Read the sizes off the streams. A chunk is no longer than the row needs; chunk = 0 takes the whole row as one."""
-    B, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    whole = max(16, power_of_two(T))
-    C = min(chunk or whole, whole)
-    return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale,
-        bonus=x.u is not None, erase=x.e is not None or x.a is not None, before=x.a is not None,
-        precision=precision, dtype=x.q.dtype, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
+    """Read the sizes off the streams. A chunk is no longer than the row needs, unless `exact`; chunk = 0 takes the whole row as one."""
+    packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    before = x.a is not None
+    switches = (x.q.dtype, gate, rule, chunk, scale, precision, exact, x.u is not None, before or x.e is not None, before)
+    p = _record(x.q.shape, x.v.shape, packed, *switches)
+    return p if packed is None else replace(p, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..spec import Gate, Op, Output, Rule, Streams
 from . import elementwise
 from .dispatch import Cell, Choice
-from .library import Recurrence
+from .library import recurrence
 from .problem import given
 
 
@@ -43,14 +43,16 @@ class Scan:
         tokens: rows of the streams per token of the caller. gate, rule, scale, precision: where they are not the member's or the caller's.
         """
         scale = self.scaled(x) if scale is None else scale
-        cu, cpu = (t if t is None or tokens == 1 else t * tokens for t in (self.cu_seqlens, self.cu_seqlens_cpu))
-        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, S0))
+        cu, cpu = self.cu_seqlens, self.cu_seqlens_cpu
+        if tokens > 1:
+            cu, cpu = (None if t is None else t * tokens for t in (cu, cpu))
+        grad = torch.is_grad_enabled() and (S0 is not None and S0.requires_grad or any(t.requires_grad for t in x if t is not None))
         cell = self.cell(x, gate, rule)
         c = self.choose(self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, form=self.form, backend=self.backend)
-        switches = (cell.gate.value, cell.rule.value, c.plan, c.chunk, scale, precision or self.precision, self.final, grad)
-        # torch 2.13 cannot trace an autograd.Function of which nothing needs a gradient
-        o, ST, _ = (Recurrence.apply if grad else torch.ops.chunkwise.forward)(*x, S0, cu, cpu, *switches)
-        return o, ST if self.final else None
+        return recurrence(
+            x, S0, cu, cpu, gate=cell.gate, rule=cell.rule, plan=c.plan, chunk=c.chunk, scale=scale, precision=precision or self.precision,
+            final=self.final, grad=grad,
+        )  # fmt: skip
 
     def scaled(self, x: Streams) -> float:
         """What multiplies q."""
