@@ -10,13 +10,17 @@ docs/derivation.md derives it. The parallel form is these stages with one chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..spec import Gate, Streams
 from . import stages_torch as stages
+from .decay import ScalarDecay
 from .gradient import grads
 from .layout import Layout, layout
 from .problem import Problem, given
@@ -30,8 +34,31 @@ class Plan:
     c: stages.Chunks
     M: stages.Scores
     T: Tensor | None  # the inverse
-    start: dict[str, Tensor | None]  # readers as the state at a chunk's start meets them
-    end: dict[str, Tensor | None]  # writers as the state at its end sees them
+
+    @cached_property
+    def start(self) -> dict[str, Tensor | None]:
+        """Readers as the state at a chunk's start meets them."""
+        c = self.c
+        return dict(q=c.key.start(c.q, before=self.p.bonus), r=None if c.r is None else c.key.start(c.r, before=self.p.before))
+
+    @cached_property
+    def end(self) -> dict[str, Tensor | None]:
+        """Writers as the state at a chunk's end sees them."""
+        c = self.c
+        w = None if c.w is None else c.key.end(c.w)
+        return dict(k=None if self.M.qk is None else w if c.k is c.w else c.key.end(c.k), w=w, v=c.value.end(c.v))
+
+    def _read(self, query: bool) -> Tensor:
+        """What reads the states: q, and who erases below it. [S, H, n, C or 2 C, K]."""
+        p, c = self.p, self.c
+        if c.e is None:
+            return given(self.start["q"])
+        if not query:
+            return c.key.start(c.e, before=p.before)
+        read = c.q.new_empty(c.layout.slots, p.H, p.HV // p.H, 2, p.C, p.K)
+        c.key.start(c.q, before=p.bonus, out=read[..., 0, :, :])
+        c.key.start(c.e, before=p.before, out=read[..., 1, :, :])
+        return read.flatten(3, 4)
 
     def state(self, S: Tensor | None) -> Tensor:
         """[N, HV, K, V] or zeros -> [N, H, n, K, V] in the layout's order and the compute dtype; what is so already stays."""
@@ -41,13 +68,16 @@ class Plan:
         shape = (p.N, p.H, p.HV // p.H, p.K, p.V)
         return self.c.q.new_zeros(shape) if S is None else self.c.layout.sort(S.to(p.compute).reshape(shape)).contiguous()
 
-    def states(self, S0: Tensor | None, **want: bool) -> stages.Pass:
-        """The state pass over states."""
-        c, additive = self.c, self.M.qk is not None
+    def states(self, S0: Tensor | None, *, query: bool = True, keep: bool = False, ours: bool = False) -> stages.Pass:
+        """The state pass over states. query: what q reads of them is wanted; ours: S0 may be changed."""
+        c, T, additive = self.c, self.T, self.M.qk is not None
+        solve = None
+        if T is not None:
+            solve = stages.Solve(T, c.v if c.delta else given(stages.base(self.p, c, self.M)), c.delta, c.beta)
         return stages.state_pass(
             c.layout, self.state(S0), c.key, c.value,
-            read=self.start["r"], T=self.T, base=stages.base(self.p, c, self.M), write=self.end["w"],
-            xk=self.end["k"] if additive else None, xv=self.end["v"] if additive else None, query=self.start["q"], **want,
+            read=self._read(query) if query or solve is not None else None, query=query, solve=solve, write=self.end["w"],
+            xk=self.end["k"] if additive else None, xv=self.end["v"] if additive else None, keep=keep, ours=ours,
         )  # fmt: skip
 
     def gradients(self, dST: Tensor | None, do: Tensor) -> stages.Pass:
@@ -55,37 +85,55 @@ class Plan:
         c, M, T = self.c, self.M, self.T
         return stages.state_pass(
             c.layout, self.state(dST), c.key, c.value,
-            read=self.end["w"], T=None if T is None else T.mT, base=None if M.qw is None else M.qw.mT @ do,
+            read=self.end["w"], solve=None if T is None else stages.Solve(T.mT, given(M.qw).mT @ do),
             write=self.start["r"], xk=self.start["q"], xv=c.value.start(do), keep=True, reverse=True,
         )  # fmt: skip
 
 
-def prepare(p: Problem, x: Streams, to: Layout | None = None) -> Plan:
-    """Cut into chunks, and the stages that need no state. to: the steps wanted, or all."""
-    c = stages.enter(p, x, to or layout(p, x.q.device))
+def prepare(p: Problem, x: Streams, to: Layout | None = None, whole: ScalarDecay | None = None) -> Plan:
+    """Cut into chunks, and the stages that need no state. to: the steps wanted, or all; whole: what `small` made of all."""
+    c = stages.enter(p, x, to or layout(p, x.q.device), whole)
     M = stages.scores(p, c)
-    start = dict(q=c.key.start(c.q, before=p.bonus), r=None if c.r is None else c.key.start(c.r, before=p.before))
-    end = dict(k=c.key.end(c.k) if M.qk is not None else None, w=None if c.w is None else c.key.end(c.w), v=c.value.end(c.v))
-    return Plan(p, c, M, None if M.rw is None else stages.inverse(M.rw), start, end)
+    return Plan(p, c, M, None if M.rw is None else stages.inverse(M.rw))
+
+
+def small(p: Problem, x: Streams, to: Layout) -> ScalarDecay | None:
+    """A decay of one number a token is cumulated for all parts at once: it is small, and many small operations long."""
+    decay = stages.decays(p, x, to)[0] if p.gate in (Gate.HEAD, Gate.SCALAR) and to.slots else None
+    return decay if isinstance(decay, ScalarDecay) else None
 
 
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and if `save` the state before every part.
+    """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and if `save` the state before every part, [parts, N, HV, K, V].
 
     Part after part, so that what is computed on the way takes the room of a part, and stays in the caches.
     """
-    to, S = layout(p, x.q.device), S0
+    p = p if p.ahead == p.C else replace(p, C=p.ahead)
+    to = layout(p, x.q.device)
     o = to.empty(p.HV, p.V, dtype=p.dtype)
     saved = x.q.new_empty(p.saved, dtype=p.compute) if save else None
-    for i, part in enumerate(to.parts(p.part)):
-        plan = prepare(p, x, part)
-        S = plan.state(S)
-        if saved is not None:
-            saved[i] = S.view(p.saved[1:])
-        out = plan.states(S)
+    S = S0
+    for part, plan, out in _walk(p, x, S0, to, saved, output=True):
         part.put(stages.output(plan.c, plan.M, out), o)
         S = out.last
+        del plan, out  # before the next part is made
     return to.trim(o), _state_out(p, to, S) if final else None, saved
+
+
+def _walk(
+    p: Problem, x: Streams, S: Tensor | None, to: Layout, saved: Tensor | None, *, output: bool
+) -> Iterator[tuple[Layout, Plan, stages.Pass]]:
+    """Part by part: its layout, its plan, and what its state pass left. Saves the states before parts."""
+    whole, ours = small(p, x, to), S is None
+    for i, part in enumerate(to.parts(p.part)):
+        plan = prepare(p, x, part, whole)
+        S = plan.state(S)
+        if saved is not None:
+            saved[i] = to.unsort(S).view(p.saved[1:])
+        out = plan.states(S, query=output, ours=ours)
+        S, ours = out.last, True
+        yield part, plan, out
+        del plan, out
 
 
 def _state_out(p: Problem, to: Layout, S: Tensor | None) -> Tensor:
@@ -102,17 +150,18 @@ def backward(
     """Gradients of every stream, in its dtype and shape, and of the initial state. Last part first; a part's states are recomputed."""
     to = layout(p, x.q.device)
     if saved is None:
-        _, _, saved = forward(p, x, S0, final=False, save=True)
+        saved = x.q.new_empty(p.saved, dtype=p.compute)
+        deque(_walk(p, x, S0, to, saved, output=False), maxlen=0)
     streams = {n: t for n, t in x._asdict().items() if t is not None}
     room = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in streams.items() if t.ndim > 2}
     if p.gate is Gate.HEAD:
         room["g"] = to.empty(p.HV, dtype=p.compute)  # summed over tokens in the end
     du = None if x.u is None else torch.zeros(p.HV, p.K, dtype=p.compute, device=to.device)
-    dS, parts = dST, to.parts(p.part)
+    dS, parts, whole = dST, to.parts(p.part), small(p, x, to)
     for i, part in reversed(list(enumerate(parts))):
-        plan = prepare(p, x, part)
+        plan = prepare(p, x, part, whole)
         c, do_part = plan.c, part.split(do, p.compute)
-        ahead = plan.states(given(saved)[i].view(p.N, p.H, -1, p.K, p.V), keep=True, read_out=False)
+        ahead = plan.states(saved[i], query=False, keep=True)
         back = plan.gradients(dS, do_part)
         dS = back.last
         d, dg = grads(p, c, plan.M, ahead.X, back.X, given(ahead.met), given(back.met), do_part)

@@ -16,6 +16,7 @@ A difference of prefix sums must not lose small decays behind a huge one: see `C
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -68,7 +69,7 @@ class Decay(Protocol):
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor: ...
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor: ...
     def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor: ...
-    def start(self, x: Tensor, before: bool = False) -> Tensor: ...
+    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor: ...
     def end(self, y: Tensor) -> Tensor: ...
     def total(self) -> Tensor | None: ...
 
@@ -77,7 +78,11 @@ class NoDecay:
     """Nothing is forgotten."""
 
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
-        return _mask(x @ y.mT, strict)
+        return self.decayed(x @ y.mT, strict)
+
+    def decayed(self, P: Tensor, strict: bool = False, before: bool = False) -> Tensor:
+        """Scores from products of their own [S, H, n, C, C]."""
+        return P.tril(-1 if strict else 0)
 
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
         return M @ y
@@ -85,8 +90,8 @@ class NoDecay:
     def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
         return M.mT @ x
 
-    def start(self, x: Tensor, before: bool = False) -> Tensor:
-        return x
+    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
+        return x if out is None else out.copy_(x)
 
     def end(self, y: Tensor) -> Tensor:
         return y
@@ -102,6 +107,12 @@ class ScalarDecay:
         self.G, self.G_before = Cumulated.of(g, -1)
         self._gamma: dict[bool, Tensor] = {}
 
+    def __getitem__(self, at: slice) -> ScalarDecay:
+        """Of the slots `at`."""
+        part = copy(self)
+        part.G, part.G_before, part._gamma = self.G[at], self.G_before[at], {}
+        return part
+
     def gamma(self, before: bool) -> Tensor:
         """[S, H, n, C, C]; zero where the reader does not meet the writer."""
         if before not in self._gamma:
@@ -111,7 +122,12 @@ class ScalarDecay:
         return self._gamma[before]
 
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
-        return _mask((x @ y.mT) * self.gamma(before), strict)
+        return self.decayed(x @ y.mT, strict, before)
+
+    def decayed(self, P: Tensor, strict: bool = False, before: bool = False) -> Tensor:
+        """Scores from products that are not decayed [S, H, 1 or n, C, C]."""
+        M = P * self.gamma(before)
+        return _mask(M, True) if strict and not before else M
 
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
         return (M * self.gamma(before)) @ y
@@ -119,8 +135,8 @@ class ScalarDecay:
     def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
         return (M * self.gamma(before)).mT @ x
 
-    def start(self, x: Tensor, before: bool = False) -> Tensor:
-        return x * (self.G_before if before else self.G).exp()[..., None]
+    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, (self.G_before if before else self.G).exp()[..., None], out=out)
 
     def end(self, y: Tensor) -> Tensor:
         return y * (self.G[..., -1:] - self.G).exp_()[..., None]
@@ -214,8 +230,8 @@ class ChannelDecay:
     def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
         return self._mix(M, x, before, into_rows=False)
 
-    def start(self, x: Tensor, before: bool = False) -> Tensor:
-        return x * (self.G_before if before else self.G).exp()
+    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, (self.G_before if before else self.G).exp(), out=out)
 
     def end(self, y: Tensor) -> Tensor:
         return y * (self.G[..., -1:, :] - self.G).exp_()

@@ -31,6 +31,7 @@ class Layout:
     device: torch.device
     first: int = 0  # step
     last: int | None = None  # the step after the last
+    skipped: int = 0  # slots of the steps before the first
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -63,10 +64,11 @@ class Layout:
 
     def narrow(self, first: int, last: int) -> Layout:
         """The part of this layout that holds steps first to last - 1."""
-        return replace(self, first=first, last=min(last, len(self.alive)))
+        return replace(self, first=first, last=min(last, len(self.alive)), skipped=sum(self.alive[:first]))
 
-    def parts(self, steps: int) -> list[Layout]:
-        """The whole in parts of so many steps."""
+    def parts(self, tokens: int) -> list[Layout]:
+        """The whole in parts of so many tokens of each sequence, a multiple of C or all."""
+        steps = max(1, -(-tokens // self.C))
         return [self.narrow(i, i + steps) for i in range(0, len(self.alive), steps)]
 
     @cached_property
@@ -83,10 +85,11 @@ class Layout:
         """Dense: first token, and the one after the last."""
         return self.first * self.C, min(self.T, (self.first + len(self.alive)) * self.C)
 
-    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, heads(, D)] -> a new [slots, H, n, C(, D)] in `dtype`; heads = H * n."""
+    def split(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """[B, T, heads(, D)] -> a new [slots, H, n, C(, D)] in `dtype`, or `out`; heads = H * n."""
         n, D = x.shape[2] // self.H, x.shape[3:]
-        out = torch.empty(self.slots, self.H, n, self.C, *D, dtype=dtype, device=x.device)
+        if out is None:
+            out = torch.empty(self.slots, self.H, n, self.C, *D, dtype=dtype, device=x.device)
         if not self.slots:
             return out
         if self.lengths is not None:

@@ -29,14 +29,16 @@ def given(t: Tensor | None) -> Tensor:
 
 
 PART = 1 << 19  # entries: what one stream of the chunks worked on together may hold; keeps them in a CPU's caches
+SHORT = 16  # tokens: chunks of the torch plan's forward pass where the states are large
+LARGE = 1 << 17  # entries of a step's states from which a few more steps cost less than longer chunks do
 
 
 def partition(N: int, T: int, HV: int, D: int, chunk: int) -> tuple[int, int]:
-    """(steps of a part, a bound on the parts) for the torch stages; D channels, chunk = 0: the whole row. Sizes may be symbolic."""
+    """(tokens of a part, a bound on the parts) for the torch stages; D channels, chunk = 0: the whole row. Sizes may be symbolic."""
     if not chunk:
-        return 1, 1
-    steps = max(1, PART // (N * HV * chunk * D + 1))
-    return steps, T // (chunk * steps) + 1
+        return T, 1
+    tokens = chunk * max(1, PART // max(1, N * HV * chunk * D))
+    return tokens, T // tokens + 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Problem:
     V: int
     N: int
     C: int
-    part: int  # steps that the torch stages take at once
+    ahead: int  # chunk of the torch plan's forward pass; its backward pass, and kernels, take C
+    part: int  # tokens of a sequence that the torch stages take at once
     parts: int  # at most
     scale: float
     bonus: bool  # q reads before the write, plus u on the token's own pair
@@ -86,8 +89,9 @@ def _record(
     N = B if packed is None else packed
     whole = max(16, power_of_two(T))
     C = chunk if exact else min(chunk or whole, whole)
+    ahead = min(C, SHORT) if chunk and N * HV * K * V >= LARGE else C
     return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
+        gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
         precision=precision, dtype=dtype, cu_seqlens=None, cu_seqlens_cpu=None,
     )  # fmt: skip
 
