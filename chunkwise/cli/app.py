@@ -9,6 +9,7 @@ import typer
 from typer.main import get_command
 
 from .bench import bench
+from .convert import convert
 from .doctor import doctor
 from .eval import evaluate
 from .generate import generate
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, perplexity, bench, precompile, ops, doctor):
+for command in (train, generate, convert, perplexity, bench, precompile, ops, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 

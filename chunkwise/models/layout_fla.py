@@ -1,0 +1,130 @@
+"""The models of flash-linear-attention (fla): config.json as its classes write it, tensors under the names we share with it.
+
+Two older forms of its checkpoints are read too: before February 2025 mlp.gate_proj held gate and up, one above the other; before March
+2025 Gated DeltaNet carried an attn.D that nothing used.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .configuration import ChunkwiseConfig
+from .layout import Fields, Layout, State, head_sizes
+
+COMMON = dict(  # fla's defaults of what every model has
+    hidden_size=2048, num_hidden_layers=24, intermediate_size=None, hidden_ratio=4, hidden_act="swish", norm_eps=1e-6, attn=None,
+    use_cache=True, pad_token_id=None, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.02, vocab_size=32000,
+)  # fmt: skip
+ASIDE = frozenset(  # how fla computes, and what bears on training alone
+    ("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "max_position_embeddings")
+)
+PLAIN: dict[str, tuple[Any, ...]] = {"attnres_block_size": (None,), "attn": (None,)}
+AFFINE: dict[str, tuple[Any, ...]] = {**PLAIN, "elementwise_affine": (True,)}
+GROUPED = {"num_kv_heads": "num_kv_heads", "feature_map": "feature_map"}
+ACT = {"hidden_act": {"swish": "silu", "silu": "silu"}}
+CONV = {"use_short_conv": "use_short_conv", "conv_size": "conv_size"}
+SAME = {"num_heads": "num_heads", "norm_eps": "norm_eps", "hidden_ratio": "hidden_ratio"}
+WIDE = {**SAME, "expand_k": "expand_k", "expand_v": "expand_v"}
+HEADED = {**SAME, **CONV, "head_dim": "head_dim", "expand_v": "expand_v"}
+
+
+def _arrange(given: Fields) -> Fields:
+    """The width of the feed-forward layers is theirs to say once; ours reads one of the two fields."""
+    if given.get("intermediate_size") is not None:
+        given.pop("hidden_ratio", None)
+    return given
+
+
+def _widths(config: ChunkwiseConfig) -> Fields:
+    """fla's expand_k and expand_v count from the hidden size."""
+    K, V = head_sizes(config)
+    return {"expand_k": K * config.num_heads / config.hidden_size, "expand_v": V * config.num_heads / config.hidden_size, **_mlp(config)}
+
+
+def _heads(config: ChunkwiseConfig) -> Fields:
+    """fla's expand_v counts from head_dim, the key size."""
+    K, V = head_sizes(config)
+    return {"head_dim": K, "expand_v": V / K, **_mlp(config)}
+
+
+def _kda(config: ChunkwiseConfig) -> Fields:
+    return {**_heads(config), "safe_gate": config.lower_bound is not None}
+
+
+def _mlp(config: ChunkwiseConfig) -> Fields:
+    return {"hidden_ratio": None, "intermediate_size": config.intermediate_size}
+
+
+def _read(state: State, config: ChunkwiseConfig) -> State:
+    """The two older forms, and the norm's name where fla does not fuse it with the gate."""
+    result: State = {}
+    for name, t in state.items():
+        if re.search(r"\.attn\.D$", name) and config.mixer == "gated_delta_rule":
+            continue
+        if name.endswith("mlp.gate_proj.weight") and t.shape[0] == 2 * int(config.intermediate_size or 0):
+            result[name], result[name.replace("gate_proj", "up_proj")] = t.chunk(2)
+        elif config.mixer in ("retention", "gla") and name.endswith(".attn.g_norm.weight"):
+            result[name.replace("g_norm", "g_norm_swish_gate")] = t
+        else:
+            result[name] = t
+    return result
+
+
+def _write(state: State, config: ChunkwiseConfig) -> State:
+    if config.use_gate is False and config.mixer in ("retention", "gla"):
+        return {name.replace("g_norm_swish_gate", "g_norm"): t for name, t in state.items()}
+    return state
+
+
+def _layout(model_type: str, name: str, mixer: str, names: Any, **further: Any) -> Layout:
+    defaults, values = {**COMMON, **further.pop("defaults", {})}, {**ACT, **further.pop("values", {})}
+    deduce = further.pop("deduce", _heads if "head_dim" in names else _widths if "expand_k" in names else _mlp)
+    return Layout(
+        model_type, f"{name}ForCausalLM", mixer, names=names, defaults=defaults, arrange=_arrange, deduce=deduce, read=_read, write=_write,
+        values=values, aside=ASIDE.union(further.pop("aside", ())), **further,
+    )  # fmt: skip
+
+
+LAYOUTS = (
+    _layout("retnet", "RetNet", "retention", {**WIDE, **GROUPED, "use_output_gate": "use_gate"},
+            defaults=dict(expand_k=1.0, expand_v=2.0, num_heads=8, use_output_gate=True, hidden_ratio=2),
+            fixed=AFFINE, aside=("use_short_conv", "conv_size"),  # which fla never reads
+            ours={"use_short_conv": False}),
+    _layout("gla", "GLA", "gla", {**WIDE, **CONV, **GROUPED, "use_output_gate": "use_gate"},
+            defaults=dict(expand_k=0.5, expand_v=1.0, num_heads=4, use_short_conv=False, conv_size=4, use_output_gate=True),
+            fixed={**AFFINE, "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)}),
+    _layout("delta_net", "DeltaNet", "delta_rule", {**WIDE, **CONV, "use_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval"},
+            defaults=dict(expand_k=1.0, expand_v=1.0, num_heads=16, use_gate=False, use_short_conv=True, conv_size=4,
+                          allow_neg_eigval=False),
+            fixed={**PLAIN, "qk_norm": ("l2",), "qk_activation": ("silu",), "use_beta": (True,), "use_output_norm": (True,)}),
+    _layout("gated_deltanet", "GatedDeltaNet", "gated_delta_rule",
+            {**HEADED, "num_v_heads": "num_v_heads", "use_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval"},
+            defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_gate=True, use_short_conv=True, conv_size=4,
+                          allow_neg_eigval=False),
+            fixed={**PLAIN, "output_gate_activation": ("swish", "silu")}),
+    _layout("kda", "KDA", "kda",
+            {**HEADED, "num_v_heads": "num_v_heads", "allow_neg_eigval": "allow_neg_eigval", "lower_bound": "lower_bound"},
+            defaults=dict(expand_v=1.0, head_dim=128, num_heads=16, use_short_conv=True, conv_size=4, allow_neg_eigval=False),
+            fixed=PLAIN, aside=("safe_gate",), ours={"use_gate": True}, deduce=_kda),
+    _layout("linear_attn", "LinearAttention", "linear_attn", {**WIDE, **GROUPED},
+            defaults=dict(expand_k=1.0, expand_v=1.0, num_heads=4, feature_map="elementwise_product"),
+            fixed={**AFFINE, "tie_feature_map_qk": (False,), "norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,)},
+            ours={"use_gate": False, "use_short_conv": False},
+            values={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}}),
+    _layout("gated_deltaproduct", "GatedDeltaProduct", "gated_delta_product",
+            {**HEADED, "use_output_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval", "num_householder": "num_householder",
+             "use_forget_gate": "use_forget_gate"},
+            defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_output_gate=True, use_short_conv=True,
+                          conv_size=4, allow_neg_eigval=False, num_householder=1, use_forget_gate=False),
+            fixed=PLAIN),
+    _layout("comba", "Comba", "comba",
+            {**HEADED, "num_v_heads": "num_v_heads", "use_output_gate": "use_gate", "correction_factor": "correction_factor"},
+            defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_output_gate=True, use_short_conv=True,
+                          conv_size=4, correction_factor=1.0),
+            fixed={**PLAIN, "use_output_correction": (True,), "use_inner_decay": (True,)}, ours={"normalize_feedback": True}),
+    _layout("transformer", "Transformer", "full_attention", {**SAME, "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
+            defaults=dict(num_heads=32, rope_theta=10000.0),
+            fixed={**AFFINE, "qkv_bias": (False,), "qk_norm": (False,), "window_size": (None,)}),
+)  # fmt: skip
+

@@ -1,0 +1,162 @@
+"""flash-linear-attention's own models on a CPU: its layers as they are, its kernels replaced by its own naive references and by PyTorch.
+
+    python tests/fla_reference.py FOLDER      writes FOLDER/<name>/ as fla saves it, with logits.pt beside it: {"x", "logits"}
+
+A process of its own, because it imports fla and changes it.
+"""
+
+import sys
+from pathlib import Path
+
+import fla
+import torch
+from fla.layers import attn
+from fla.ops.comba.naive import naive_chunk_comba
+from fla.ops.delta_rule.naive import delta_rule_recurrence
+from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.kda.naive import naive_recurrent_kda
+from torch.nn import functional as F
+
+SIZES = dict(hidden_size=16, num_hidden_layers=2, vocab_size=37, intermediate_size=24, initializer_range=0.3, fuse_cross_entropy=False)
+HYBRID = dict(layers=[1], num_heads=4, num_kv_heads=2, window_size=6, rope_theta=5e3)
+MODELS = {
+    "RetNet": dict(num_heads=2),
+    "RetNet, fewer key and value heads": dict(num_heads=4, num_kv_heads=2),
+    "GLA": dict(num_heads=2),
+    "GLA, convolved": dict(num_heads=2, use_short_conv=True),
+    "GLA, without a gate": dict(num_heads=2, use_output_gate=False),
+    "DeltaNet": dict(num_heads=2),
+    "DeltaNet, gated, reflecting": dict(num_heads=2, use_gate=True, allow_neg_eigval=True),
+    "GatedDeltaNet": dict(num_heads=2, head_dim=4, num_v_heads=4),
+    "GatedDeltaNet, without a gate, tied": dict(num_heads=2, head_dim=4, use_gate=False, tie_word_embeddings=True),
+    "KDA": dict(num_heads=2, head_dim=4, num_v_heads=4),
+    "KDA, bounded": dict(num_heads=2, head_dim=4, safe_gate=True, lower_bound=-5.0),
+    "LinearAttention": dict(num_heads=2, feature_map="elu"),
+    "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
+    "Comba": dict(num_heads=2, head_dim=4),
+    "Transformer": dict(num_heads=2, num_kv_heads=1),
+    # "Transformer, windowed": dict(num_heads=2, window_size=5),
+    # "GatedDeltaNet, hybrid": dict(num_heads=2, head_dim=4, attn=HYBRID),
+}
+
+
+def rms(x, weight=None, bias=None, residual=None, eps=1e-5, prenorm=False, **_):
+    x = x if residual is None else x + residual
+    y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    return (y, x) if prenorm else y
+
+
+def rms_gated(x, g, weight, bias, activation="swish", eps=1e-6, **_):
+    return rms(x, weight, eps=eps) * (g.sigmoid() if activation == "sigmoid" else F.silu(g))
+
+
+def conv(x, weight, bias=None, activation=None, **_):
+    y = F.conv1d(F.pad(x.mT, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=x.shape[-1]).mT
+    return (F.silu(y) if activation else y), None
+
+
+def rotary(x, cos, sin, **_):
+    cos, sin = (torch.cat([t[: x.shape[1]]] * 2, -1)[None, :, None] for t in (cos, sin))
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def flash(q, k, v, causal=True, window_size=(-1, -1), **_):
+    n, T = q.shape[2] // k.shape[2], q.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(n, 2), v.repeat_interleave(n, 2)))
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (distance >= 0) & ((distance <= window_size[0]) if window_size[0] >= 0 else True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+
+def unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def heads(q, k, v):
+    n = v.shape[2] // q.shape[2]
+    return unit(q).repeat_interleave(n, 2), unit(k).repeat_interleave(n, 2), v
+
+
+def raw_beta(beta, negative):
+    return beta.sigmoid() * (2 if negative else 1)
+
+
+def gdn(q, k, v, g, beta, A_log=None, dt_bias=None, allow_neg_eigval=False, **_):
+    g = -A_log.exp() * F.softplus(g + dt_bias)
+    return naive_recurrent_gated_delta_rule(*heads(q, k, v), raw_beta(beta, allow_neg_eigval), g)
+
+
+def kda(q, k, v, g, beta, A_log=None, dt_bias=None, lower_bound=None, allow_neg_eigval=False, **_):
+    f, A = g + dt_bias.view(g.shape[2:]), A_log.exp()[:, None]
+    g = -A * F.softplus(f) if lower_bound is None else lower_bound * (A * f).sigmoid()
+    return naive_recurrent_kda(*heads(q, k, v), g, raw_beta(beta, allow_neg_eigval))
+
+
+def gla(q, k, v, g=None, gk=None, **_):
+    return naive_recurrent_gla(q, k, v, g if gk is None else gk)
+
+
+def delta(q, k, v, beta=None, **_):
+    o, _ = delta_rule_recurrence(*(t.transpose(1, 2) for t in (unit(q), unit(k), v, beta)))
+    return o.transpose(1, 2), None
+
+
+def product(q, k, v, g, beta, num_householder, **_):
+    q, k, v = heads(q, k, v)
+    return naive_recurrent_gated_delta_product(q, k, v, g, beta, q.shape[-1] ** -0.5, None, None, num_householder=num_householder)
+
+
+def comba(q, k, v, p, g, beta, **_):
+    """As fla's kernels and its chunked reference have it: it erases what was there before forgetting; its recurrent one forgets first."""
+    return naive_chunk_comba(unit(q), unit(k), v, unit(p), g, beta, chunk_size=q.shape[1])
+
+
+def additive(q, k, v, decay=None, **_):
+    T = q.shape[1]
+    G = 0 if decay is None else ((torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)[..., None] * decay).movedim(2, 0)
+    scores = torch.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k) * torch.as_tensor(G).exp()
+    return torch.einsum("bhts,bshv->bthv", scores.tril(), v), None
+
+
+def retention(q, k, v, **_):
+    return additive(q, k, v, (1 - 2.0 ** (-5 - torch.arange(q.shape[2]))).log())
+
+
+REPLACED = {
+    "rms_norm": rms, "rms_norm_gated": rms_gated, "causal_conv1d": conv, "rotary_embedding": rotary, "elu_p1": lambda x: F.elu(x) + 1,
+    "swiglu": lambda x, y: F.silu(x) * y, "swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias),
+    "chunk_gated_delta_rule": gdn, "fused_recurrent_gated_delta_rule": gdn, "chunk_kda": kda, "fused_recurrent_kda": kda,
+    "chunk_gla": gla, "fused_recurrent_gla": gla, "chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta,
+    "chunk_linear_attn": additive, "fused_recurrent_linear_attn": additive, "chunk_retention": retention,
+    "fused_recurrent_retention": retention, "chunk_gated_delta_product": product, "chunk_comba": comba, "fused_recurrent_comba": comba,
+    "flash_attn_func": flash,
+}  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    attn.flash_attn_func = flash  # a layer without flash-attn refuses to be built
+    for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == "fla"]:
+        for name in REPLACED.keys() & vars(module).keys():
+            setattr(module, name, REPLACED[name])
+    torch.manual_seed(0)
+    x = torch.randint(1, 37, (2, 21))
+    for name, given in MODELS.items():
+        kind = name.partition(",")[0]
+        config = getattr(fla.models, f"{kind}Config")(**SIZES, **given)
+        model = getattr(fla.models, f"{kind}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if p.ndim == 1 and not n.endswith(("A_log", "dt_bias")):
+                    p.add_(0.2 * torch.randn_like(p))
+            if kind == "GatedDeltaProduct":  # trained so: its short calls take an inference kernel's path otherwise
+                model.train()
+            logits = model(x, use_cache=False).logits
+        model.save_pretrained(folder / name)
+        torch.save({"x": x, "logits": logits}, folder / name / "logits.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
