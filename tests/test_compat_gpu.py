@@ -9,9 +9,7 @@ from nn_agreement import agree
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from test_compat_transformers import CU, cross_entropy, gradients, ids, models, results, tiny, wide  # noqa: E402
-
-from chunkwise.compat import patch_transformers  # noqa: E402
+from compat_case import CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +22,7 @@ def cpu(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_computes_on_a_gpu_what_it_does_in_float64(name, dtype):
     model, x = tiny(name).to(dtype), ids(2, 70)
-    with patch_transformers():
+    with drop_in():
         truth, honest = results(wide(model), x), results(model, x)
         agree(cpu(results(copy.deepcopy(model).cuda(), x.cuda())), truth, honest)
 
@@ -33,7 +31,7 @@ def test_model_computes_on_a_gpu_what_it_does_in_float64(name, dtype):
 def test_packed_documents_are_separate_documents_on_a_gpu(name):
     model, x, cu = tiny(name), ids(1, CU[-1]), torch.tensor(CU, dtype=torch.int32)
 
-    def results(model, together, where):
+    def run(model, together, where):
         model.zero_grad()
         row = x.to(where)
         if together:
@@ -43,15 +41,14 @@ def test_packed_documents_are_separate_documents_on_a_gpu(name):
         sum(cross_entropy(logits[:, a:b], row[:, a:b]) for a, b in itertools.pairwise(CU)).backward()
         return cpu({"logits": logits.detach()[0]} | gradients(model))
 
-    with patch_transformers():
+    with drop_in():
         on_card = copy.deepcopy(model).cuda()
-        agree(results(on_card, True, "cuda"), results(wide(model), False, "cpu"), results(on_card, False, "cuda"))
+        agree(run(on_card, True, "cuda"), run(wide(model), False, "cpu"), run(on_card, False, "cuda"))
 
 
 @models
-def test_generation_on_a_gpu_is_the_fallback_s(name):
-    model, x = tiny(name).cuda(), ids(2, 9).cuda()
-    with torch.no_grad():
+def test_generation_on_a_gpu_is_that_on_a_cpu(name):
+    model, x = tiny(name), ids(2, 9)
+    with torch.no_grad(), drop_in():
         greedy = model.generate(x, max_new_tokens=12, do_sample=False)
-        with patch_transformers():
-            assert torch.equal(model.generate(x, max_new_tokens=12, do_sample=False), greedy)
+        assert torch.equal(model.cuda().generate(x.cuda(), max_new_tokens=12, do_sample=False).cpu(), greedy)

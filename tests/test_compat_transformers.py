@@ -1,7 +1,6 @@
 """transformers' own models with and without the drop-in: the same tokens, losses and gradients; packed documents are separate documents."""
 
-import copy
-import importlib
+import importlib.util
 import inspect
 import itertools
 
@@ -10,62 +9,10 @@ import torch
 from nn_agreement import agree
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+if importlib.util.find_spec("fla") is not None:
+    pytest.skip("fla is installed: transformers would bind it, and its fallback could not be compared with", allow_module_level=True)
 
-from chunkwise.compat import patch_transformers  # noqa: E402
-
-SHARED = dict(
-    vocab_size=37, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
-    initializer_range=0.2, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, pad_token_id=0, bos_token_id=None,
-    eos_token_id=None, experts_implementation="eager",
-)  # fmt: skip
-GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16, head_dim=16)
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-KIMI = dict(
-    linear_num_heads=2, linear_head_dim=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_local_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=16, mlp_layer_types=["dense", "sparse"],
-)  # fmt: skip
-MODELS = {
-    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**GDN, **MOE}),
-    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", GDN),
-    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
-    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {n: v for n, v in GDN.items() if n != "head_dim"}),
-}
-models = pytest.mark.parametrize("name", MODELS)
-CU = [0, 20, 27, 60]
-
-
-def tiny(name):
-    """A small random model in float32, its gates drawn as those of trained models."""
-    model, config, own = MODELS[name]
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
-    torch.manual_seed(0)
-    built = getattr(modeling, model)(getattr(configuration, config)(**{**SHARED, **own})).eval()
-    with torch.no_grad():
-        for n, p in built.named_parameters():
-            if n.endswith("A_log"):
-                p.uniform_(0.0, 1.5)
-            elif n.endswith("dt_bias"):
-                p.uniform_(-4.0, -1.0)
-    return built
-
-
-def ids(*shape, seed=0):
-    return torch.randint(1, SHARED["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def results(model, x, **given):
-    """Logits, loss and every gradient."""
-    model.zero_grad()
-    output = model(x, labels=x, use_cache=False, **given)
-    output.loss.backward()
-    grads = {f"d{n}": p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"logits": output.logits.detach().flatten(0, -2), "loss": output.loss.detach()[None]} | grads
-
-
-def wide(model):
-    """The model in float64, through chunkwise: transformers' own fallbacks round to float32."""
-    return copy.deepcopy(model).double()
+from compat_case import CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
 
 
 @models
@@ -74,7 +21,7 @@ def test_model_computes_what_its_fallback_does(name):
     fallback = results(model, x)
     with torch.no_grad():
         greedy = model.generate(x[:, :9], max_new_tokens=12, do_sample=False)
-    with patch_transformers() as patch:
+    with drop_in() as patch:
         assert any("chunk_" in line for line in patch.replaced)
         got, truth = results(model, x), results(wide(model), x)
         with torch.no_grad():
@@ -107,16 +54,8 @@ def test_packed_documents_are_separate_documents(name, by):
         sum(cross_entropy(r, x[:, a:b]) for r, (a, b) in zip(rows, itertools.pairwise(CU))).backward()
         return {"logits": torch.cat(rows, 1).detach()[0]} | gradients(model)
 
-    with patch_transformers():
+    with drop_in():
         agree(together(model), apart(wide(model)), apart(model))
-
-
-def cross_entropy(logits, x):
-    return torch.nn.functional.cross_entropy(logits[0, :-1], x[0, 1:], reduction="sum")
-
-
-def gradients(model):
-    return {f"d{n}": p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @models
@@ -136,13 +75,13 @@ def test_without_the_drop_in_packed_documents_leak_or_are_refused(name):
             assert moved() > 0
         except ValueError as refused:
             assert "packed" in str(refused)
-        with patch_transformers():
+        with drop_in():
             assert moved() == 0
 
 
 def test_position_ids_that_begin_anew_in_several_rows_are_refused():
     model, x = tiny("qwen3_5"), ids(2, 10)
-    with patch_transformers(), pytest.raises(ValueError, match="one row.*\\[2, 10\\]"):
+    with drop_in(), pytest.raises(ValueError, match="one row.*\\[2, 10\\]"):
         model(x, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]] * 2))
 
 
@@ -150,7 +89,7 @@ def test_position_ids_that_begin_anew_in_several_rows_are_refused():
 def test_padded_and_cached_calls_equal_whole_ones(name):
     """Prefill 8, then 1 + 7 tokens at once; left padding changes nothing."""
     model, x = tiny(name), ids(1, 16)
-    with patch_transformers(), torch.no_grad():
+    with drop_in(), torch.no_grad():
         truth, whole = wide(model)(x).logits[0], model(x).logits[0]
         field = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         out = model(x[:, :8], use_cache=True)
@@ -168,10 +107,10 @@ def test_patch_says_what_it_replaced_and_can_be_undone():
     from transformers.models.qwen3_5 import modeling_qwen3_5 as m
 
     before = dict(vars(m)), m.Qwen3_5TextModel.forward
-    patch = patch_transformers()
+    patch = drop_in()
     assert f"{m.__name__}.torch_chunk_gated_delta_rule -> fla.chunk_gated_delta_rule" in str(patch)
     assert m.torch_chunk_gated_delta_rule is not before[0]["torch_chunk_gated_delta_rule"]
-    again = patch_transformers()
+    again = drop_in()
     assert not again.replaced and "nothing to replace" in str(again)
     again.undo()
     patch.undo()
@@ -180,7 +119,7 @@ def test_patch_says_what_it_replaced_and_can_be_undone():
 
 def test_a_model_runs_without_a_graph_break():
     model, x = tiny("qwen3_5").train(), ids(2, 33)
-    with patch_transformers():
+    with drop_in():
         eager = model(x, labels=x, use_cache=False)
         torch._dynamo.reset()
         graph = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from compat_case import KIMI, MODELS, MOE, SHARED, ids  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from test_compat_transformers import KIMI, MODELS, MOE, SHARED, ids  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from chunkwise.cli.app import run  # noqa: E402

@@ -120,14 +120,17 @@ def side(a) -> None:
             sys.modules.update(ours)
         from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
     if a.side == "ours":
-        patch_transformers()
+        patch_transformers(replace=True)
     model = layer(a.device)
     bound = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
     for size in a.sizes.split(","):
         where = "/".join(pathlib.Path(bound.__code__.co_filename).parts[-3:])
         line = {"side": a.side, "dtype": a.dtype, "operator": where, "torch": torch.__version__}
         measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a)
-        print("LINE " + json.dumps(line), flush=True)
+        print(json.dumps(line), flush=True)
+        if a.out:
+            with open(a.out, "a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def measure(line, low, B: int, T: int, a) -> None:
@@ -162,7 +165,7 @@ def measure(line, low, B: int, T: int, a) -> None:
         call()
         return round(time.perf_counter() - start, 2)
 
-    repeat = 20 if a.device == "cuda" else 1
+    repeat = a.repeat if a.device == "cuda" else 1
     for name, call in (("forward", forward), ("step", step)):
         attempt(line, f"{name}_first_s", functools.partial(first, call))
         attempt(line, f"{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
@@ -188,6 +191,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a side may take")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -198,16 +203,15 @@ def main() -> None:
         return
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
-            given = [sys.argv[0], "--side", name, "--sizes", a.sizes, "--dtype", a.dtype, "--device", a.device]
-            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0) + ["--verbose"] * a.verbose
-            ran = subprocess.run([sys.executable, *given], capture_output=True, text=True)
-            lines = [line.removeprefix("LINE ") for line in ran.stdout.splitlines() if line.startswith("LINE ")]
-            print("\n".join(lines) or f"{name}: {ran.stderr[-1500:]}", flush=True)
-            if a.verbose:
-                print(ran.stderr[-3000:])
-            if a.out:
-                with open(a.out, "a") as file:
-                    file.writelines(f"{line}\n" for line in lines)
+            given = [sys.argv[0], "--side", name, "--sizes", a.sizes, "--dtype", a.dtype, "--device", a.device, "--repeat", str(a.repeat)]
+            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0 and name == "ours")
+            given += ["--verbose"] * a.verbose + (["--out", a.out] if a.out else [])
+            start = time.perf_counter()
+            try:
+                subprocess.run([sys.executable, *given], timeout=a.limit)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: more than {a.limit} s", flush=True)
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
