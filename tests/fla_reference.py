@@ -37,8 +37,8 @@ MODELS = {
     "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
     "Comba": dict(num_heads=2, head_dim=4),
     "Transformer": dict(num_heads=2, num_kv_heads=1),
-    # "Transformer, windowed": dict(num_heads=2, window_size=5),
-    # "GatedDeltaNet, hybrid": dict(num_heads=2, head_dim=4, attn=HYBRID),
+    "Transformer, windowed": dict(num_heads=2, window_size=5),
+    "GatedDeltaNet, hybrid": dict(num_heads=2, head_dim=4, attn=HYBRID),
 }
 
 

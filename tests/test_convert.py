@@ -150,6 +150,40 @@ def test_options_of_layers_arrive():
         assert write_model(model, name)[0].items() >= given.items()
 
 
+def test_hybrids_keep_their_attention_layers_as_they_are():
+    config, _ = checkpoint("gated_deltanet")
+    attn = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5e3)
+    layout = layouts()["gated_deltanet"]
+    for spec, types in (
+        (attn, ["gated_delta_rule", "full_attention"]),
+        ([attn | {"layers": [0], "window_size": 7}], ["sliding_attention", "gated_delta_rule"]),
+        ([attn | {"layers": [0]}, attn | {"layers": [2], "window_size": 7}], ["full_attention", "gated_delta_rule", "sliding_attention"]),
+    ):
+        ours = layout.configuration(config | {"attn": spec, "num_hidden_layers": len(types)})
+        assert ours.layer_types == types and ours.attention == dict(num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=5e3)
+        back = layout.description(ours)["attn"]
+        assert back == (spec[0] if isinstance(spec, list) and len(spec) == 1 else spec)
+        attention = ChunkwiseForCausalLM(ours).model.layers[types.index(next(t for t in types if "attention" in t))].attn
+        assert (attention.num_heads, attention.num_kv_heads, attention.rope_theta) == (4, 2, 5e3)
+    for change, said in (({"qkv_bias": True}, "qkv_bias"), ({"gate": 1}, "no gate")):
+        with pytest.raises(ValueError, match=said):
+            layout.configuration(config | {"attn": attn | change})
+    with pytest.raises(ValueError, match="must be alike"):
+        layout.configuration(config | {"attn": [attn | {"layers": [0]}, attn | {"num_heads": 2}]})
+    windowed = layouts()["transformer"].configuration(RECORDED["transformer"]["config"] | {"window_size": 7})
+    assert windowed.mixer == "sliding_attention" and windowed.sliding_window == 7
+    assert layouts()["transformer"].description(windowed)["window_size"] == 7
+
+
+def test_attention_of_its_own_shape_is_checked():
+    hybrid = dict(layer_types=["gla", "full_attention"], num_hidden_layers=2, hidden_size=16, num_heads=2)
+    assert ChunkwiseConfig(**hybrid, attention={"num_heads": 4}).attention_options() == {"num_heads": 4}
+    with pytest.raises(ValueError, match="attention may hold num_heads, head_dim.*got 'heads'"):
+        ChunkwiseConfig(**hybrid, attention={"heads": 4})
+    with pytest.raises(ValueError, match="no layer of .*gla.* uses attention"):
+        ChunkwiseConfig(mixer="gla", attention={"num_heads": 4})
+
+
 def test_gate_parameters_stay_float32_in_a_half_checkpoint():
     config, state = checkpoint("kda")
     model = read_model(config, {n: t.bfloat16() for n, t in state.items()})
@@ -211,7 +245,7 @@ def ours(**given):
 @pytest.mark.parametrize(
     "given, to, said",
     [
-        (dict(mixer="gla"), "retnet", "retnet: layers must be retention, got .*gla"),
+        (dict(mixer="gla"), "retnet", "retnet: layers must be retention or attention, got gla"),
         (dict(mixer="gla", gate_logit_normalizer=8), "gla", "config.json has no field for gate_logit_normalizer = 8"),
         (dict(mixer="kda", use_gate=False), "kda", "use_gate must be True, got False"),
         (dict(mixer="gated_delta_rule", use_short_conv=False), "qwen3_5_text", "use_short_conv must be True"),

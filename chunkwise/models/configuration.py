@@ -31,7 +31,8 @@ class ChunkwiseConfig(PretrainedConfig):
         vocab_size, hidden_size, num_hidden_layers, num_heads: sizes. Bytes need 256.
         head_dim, expand_k, expand_v, num_kv_heads, num_v_heads, chunk_size, use_short_conv, conv_size, conv_bias, feature_map, use_gate:
             see `chunkwise.nn.mixer.MixerOptions`; the other fields that are None by default: see the members' pages. head_dim,
-            num_kv_heads and rope_theta also shape attention layers.
+            num_kv_heads and rope_theta also shape attention layers. attention: num_heads, num_kv_heads, head_dim and rope_theta of these
+            where they differ, as a dictionary.
         sliding_window: tokens that a sliding_attention layer sees. use_lower_bound: learnt lower bounds of the forget factors of HGRN.
         mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
@@ -68,6 +69,7 @@ class ChunkwiseConfig(PretrainedConfig):
     use_gate: bool | None = None
     rope_theta: float | int | None = None
     sliding_window: int | None = None
+    attention: dict[str, Any] | None = None
     gate_low_rank_dim: int | None = None
     gate_logit_normalizer: float | int | None = None
     lower_bound: float | int | None = None
@@ -129,6 +131,11 @@ class ChunkwiseConfig(PretrainedConfig):
         taken = set(mixer_class(name).options())
         return {n: own.get(n, getattr(self, n)) for n in taken if own.get(n, getattr(self, n)) is not None}
 
+    def attention_options(self) -> dict[str, Any]:
+        """The keyword arguments of attention layers besides their window."""
+        given = {n: getattr(self, n) for n in SHAPE if getattr(self, n) is not None}
+        return {"num_heads": self.num_heads, **given, **(self.attention or {})}
+
     def validate_layer_type(self) -> None:
         """Refuse layers that contradict each other and fields that no layer uses. Called by transformers and by the model."""
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads"):
@@ -149,6 +156,11 @@ class ChunkwiseConfig(PretrainedConfig):
             taken |= ATTENTION[name] if name in ATTENTION else fields_of(mixer_class(name))
         if "sliding_attention" in types and self.sliding_window is None:
             raise ValueError("ChunkwiseConfig: sliding_attention layers need sliding_window, the tokens that each sees")
+        for name in self.attention or {}:
+            if name not in {"num_heads", *SHAPE}:
+                raise ValueError(f"ChunkwiseConfig: attention may hold num_heads, {', '.join(sorted(SHAPE))}, got {name!r}")
+        if self.attention and not ATTENTION.keys() & set(types):
+            raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses attention, got {self.attention!r}")
         for field in _optional_fields():
             if getattr(self, field) is not None and field not in taken:
                 raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses {field}, got {getattr(self, field)!r}")

@@ -22,6 +22,7 @@ SHARED = (  # the same name and meaning everywhere
     "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "initializer_range", "tie_word_embeddings",
     "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+LAYERS = ("mixer", "layer_types", "attention", "sliding_window")  # ours, which `arrange` makes of theirs
 SIZES = ("head_dim", "expand_k", "expand_v")  # said in each library's own way: see `head_sizes`
 
 
@@ -41,6 +42,7 @@ class Layout:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: EMPTY)  # the values that mean what we do; the first is written
     aside: frozenset[str] = frozenset()
     ours: Mapping[str, Any] = field(default_factory=lambda: EMPTY)  # fields of ours that are always so
+    hybrid: bool = False  # some layers may be attention
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=lambda: EMPTY)  # by our field: their word -> ours
     arrange: Callable[[Fields], Fields] = lambda given: given  # their fields, checked and unfolded, before anything else
     deduce: Callable[[ChunkwiseConfig], Fields] = lambda config: {}  # further fields of theirs
@@ -61,7 +63,7 @@ class Layout:
         full = self.arrange({**self.defaults, **given})
         result: Fields = dict(self.ours)
         for name, value in full.items():
-            target = name if name in SHARED else self.names.get(name)
+            target = name if name in (*SHARED, *LAYERS) else self.names.get(name)
             if target is not None:
                 if value is not None:
                     result[target] = self._word(target, name, value)
@@ -86,9 +88,10 @@ class Layout:
         Raises:
             ValueError: what they cannot say, naming the field.
         """
-        others = {t for t in config.layer_types or [] if t != self.mixer}
-        if config.mixer != self.mixer or others:
-            raise ValueError(f"{self}: layers must be {self.mixer}, got {sorted({str(config.mixer), *others})}")
+        types, allowed = set(config.layer_types or []), {self.mixer, *(ATTENTION if self.hybrid else ())}
+        if not types <= allowed or (config.mixer in ATTENTION) != (self.mixer in ATTENTION):
+            kinds = f"{self.mixer}{' or attention' if self.hybrid and self.mixer not in ATTENTION else ''}"
+            raise ValueError(f"{self}: layers must be {kinds}, got {', '.join(sorted({str(config.mixer), *types}))}")
         back = {ours: theirs for theirs, ours in self.names.items()}
         result: Fields = {"model_type": self.model_type, "architectures": [self.architecture]}
         result |= {name: allowed[0] for name, allowed in self.fixed.items()}
@@ -99,7 +102,7 @@ class Layout:
             words = {ours: theirs for theirs, ours in reversed(list(self.values.get(name, EMPTY).items()))}
             result[back.get(name, name)] = words.get(value, value)
         for name in _optional_fields():
-            known = name in back or name in self.ours or name in SIZES
+            known = name in back or name in self.ours or name in SIZES or name in LAYERS
             if not known and getattr(config, name) is not None and getattr(config, name) != _own_default(config, name):
                 raise ValueError(f"{self}: config.json has no field for {name} = {getattr(config, name)!r}")
         for name, value in self.ours.items():

@@ -7,11 +7,13 @@ Two older forms of its checkpoints are read too: before February 2025 mlp.gate_p
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
-from .configuration import ChunkwiseConfig
+from .configuration import ATTENTION, ChunkwiseConfig
 from .layout import Fields, Layout, State, head_sizes
 
+FULL, SLIDING = ATTENTION
 COMMON = dict(  # fla's defaults of what every model has
     hidden_size=2048, num_hidden_layers=24, intermediate_size=None, hidden_ratio=4, hidden_act="swish", norm_eps=1e-6, attn=None,
     use_cache=True, pad_token_id=None, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.02, vocab_size=32000,
@@ -19,7 +21,7 @@ COMMON = dict(  # fla's defaults of what every model has
 ASIDE = frozenset(  # how fla computes, and what bears on training alone
     ("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "max_position_embeddings")
 )
-PLAIN: dict[str, tuple[Any, ...]] = {"attnres_block_size": (None,), "attn": (None,)}
+PLAIN: dict[str, tuple[Any, ...]] = {"attnres_block_size": (None,)}
 AFFINE: dict[str, tuple[Any, ...]] = {**PLAIN, "elementwise_affine": (True,)}
 GROUPED = {"num_kv_heads": "num_kv_heads", "feature_map": "feature_map"}
 ACT = {"hidden_act": {"swish": "silu", "silu": "silu"}}
@@ -29,11 +31,54 @@ WIDE = {**SAME, "expand_k": "expand_k", "expand_v": "expand_v"}
 HEADED = {**SAME, **CONV, "head_dim": "head_dim", "expand_v": "expand_v"}
 
 
-def _arrange(given: Fields) -> Fields:
-    """The width of the feed-forward layers is theirs to say once; ours reads one of the two fields."""
+def _arrange(given: Fields, mixer: str) -> Fields:
+    """One field for the width of the feed-forward layers; the layers one by one."""
     if given.get("intermediate_size") is not None:
         given.pop("hidden_ratio", None)
+    if given.get("window_size") is not None:  # the Transformer's
+        given |= {"mixer": SLIDING, "sliding_window": given["window_size"]}
+    given.pop("window_size", None)
+    specs = given.pop("attn", None)
+    if specs:
+        given |= _hybrid([specs] if isinstance(specs, dict) else specs, mixer, given)
     return given
+
+
+def _hybrid(specs: list[Fields], mixer: str, given: Fields) -> Fields:
+    """fla's `attn`: which layers are attention, and what it is like there; ours has one kind with a window and one without."""
+    types = [mixer] * given["num_hidden_layers"]
+    shapes, windows = [], set()
+    for spec in specs:
+        unknown = spec.keys() - {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
+        if unknown or spec.get("qkv_bias"):
+            raise ValueError(f"attn: chunkwise has no {', '.join(sorted(unknown)) or 'qkv_bias'} in attention layers, got {spec}")
+        heads, window = spec["num_heads"], spec.get("window_size")
+        windows |= {window} - {None}
+        shapes.append({"num_heads": heads, "num_kv_heads": spec.get("num_kv_heads") or heads, "head_dim": given["hidden_size"] // heads,
+                       "rope_theta": spec.get("rope_theta", 10000.0)})  # fmt: skip
+        for i in spec["layers"]:
+            types[i] = FULL if window is None else SLIDING
+    if any(shape != shapes[0] for shape in shapes) or len(windows) > 1:
+        raise ValueError(f"attn: attention layers must be alike but for having a window, got {specs}")
+    return {"layer_types": types, "attention": shapes[0], **({"sliding_window": windows.pop()} if windows else {})}
+
+
+def _attention(config: ChunkwiseConfig) -> Fields:
+    """The inverse of `_hybrid`; for the Transformer its window."""
+    shape = config.attention_options()
+    heads = shape["num_heads"]
+    width = shape.get("head_dim", config.hidden_size // heads) * heads
+    if set(config.layer_types or []) & ATTENTION.keys() and width != config.hidden_size:
+        raise ValueError(f"fla: attention heads must together be hidden_size = {config.hidden_size} wide, got {width}")
+    if config.mixer in ATTENTION:
+        return {"window_size": config.sliding_window}
+    specs = []
+    for kind, window in ((FULL, None), (SLIDING, config.sliding_window)):
+        layers = [i for i, t in enumerate(config.layer_types or []) if t == kind]
+        if layers:
+            specs.append({"layers": layers, "num_heads": heads, "num_kv_heads": shape.get("num_kv_heads") or heads, "qkv_bias": False,
+                          "window_size": window, "rope_theta": shape.get("rope_theta", 10000.0)})  # fmt: skip
+    return {"attn": specs[0] if len(specs) == 1 else specs or None}
 
 
 def _widths(config: ChunkwiseConfig) -> Fields:
@@ -79,9 +124,10 @@ def _write(state: State, config: ChunkwiseConfig) -> State:
 
 def _layout(model_type: str, name: str, mixer: str, names: Any, **further: Any) -> Layout:
     defaults, values = {**COMMON, **further.pop("defaults", {})}, {**ACT, **further.pop("values", {})}
-    deduce = further.pop("deduce", _heads if "head_dim" in names else _widths if "expand_k" in names else _mlp)
+    sizes = further.pop("deduce", _heads if "head_dim" in names else _widths if "expand_k" in names else _mlp)
     return Layout(
-        model_type, f"{name}ForCausalLM", mixer, names=names, defaults=defaults, arrange=_arrange, deduce=deduce, read=_read, write=_write,
+        model_type, f"{name}ForCausalLM", mixer, names=names, defaults=defaults, arrange=partial(_arrange, mixer=mixer), hybrid=True,
+        deduce=lambda config: {**sizes(config), **_attention(config)}, read=_read, write=_write,
         values=values, aside=ASIDE.union(further.pop("aside", ())), **further,
     )  # fmt: skip
 
@@ -123,8 +169,8 @@ LAYOUTS = (
             defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_output_gate=True, use_short_conv=True,
                           conv_size=4, correction_factor=1.0),
             fixed={**PLAIN, "use_output_correction": (True,), "use_inner_decay": (True,)}, ours={"normalize_feedback": True}),
-    _layout("transformer", "Transformer", "full_attention", {**SAME, "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
+    _layout("transformer", "Transformer", FULL, {**SAME, "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
             defaults=dict(num_heads=32, rope_theta=10000.0),
-            fixed={**AFFINE, "qkv_bias": (False,), "qk_norm": (False,), "window_size": (None,)}),
+            fixed={**AFFINE, "qkv_bias": (False,), "qk_norm": (False,)}),
 )  # fmt: skip
 

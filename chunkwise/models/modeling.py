@@ -41,9 +41,8 @@ class Block(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         self.attn: nn.Module | None = None
         if name in ATTENTION:
-            given = {n: getattr(config, n) for n in ATTENTION[name] - {"sliding_window"} if getattr(config, n) is not None}
             window = config.sliding_window if "sliding_window" in ATTENTION[name] else None
-            self.attn = Attention(D, config.num_heads, layer_idx, window=window, **given)
+            self.attn = Attention(D, layer_idx=layer_idx, window=window, **config.attention_options())
         elif name != NONE:
             mixer = mixer_class(name)
             self.attn = mixer(D, config.num_heads, **config.mixer_options(name), **mixer.place(layer_idx, cast(list, config.layer_types)))
