@@ -205,7 +205,42 @@ def test_a_step_compiles_whole(op):
     assert torch.equal(step(x, pool, index), decode(op, x, other, index) * 2) and torch.equal(pool[[1, 4]], other[[1, 4]])
 
 
-@pytest.mark.skipif("oracle.DEVICE.type != 'cuda'", reason="CUDA graphs need a GPU")
+on_gpu = pytest.mark.skipif("oracle.DEVICE.type != 'cuda'", reason="of kernels on a GPU")
+
+
+@on_gpu
+def test_a_slot_past_two_billion_numbers():
+    x, pool = drawn(BASIC)
+    large = torch.empty((1 << 31) // pool[0].numel() + 9, *pool.shape[1:], dtype=torch.bfloat16, device=oracle.DEVICE)
+    small, index = pool.to(torch.bfloat16), LANES.to(oracle.DEVICE)
+    high = torch.where(index < 0, -1, index + len(large) - SLOTS)
+    large[-SLOTS:] = small
+    assert torch.equal(decode(BASIC, x, large, high), decode(BASIC, x, small, index))
+    assert torch.equal(large[-2], small[4]) and torch.equal(large[-5], small[1])
+
+
+@on_gpu
+def test_more_sequences_than_a_grid_s_second_axis_has():
+    n = 65_600
+    call = make(BASIC, Case(T=n, H=1, K=4, V=4), torch.float32)
+    x, S = {name: t.detach() for name, t in call.x.items()}, torch.randn(n, 1, 4, 4, device=oracle.DEVICE)
+    cu, before = torch.arange(n + 1, dtype=torch.int32, device=oracle.DEVICE), S.clone()
+    o = decode(BASIC, x, S, cu_seqlens=cu)
+    alone = before[-1:].clone()
+    assert torch.equal(o[:, -1:], decode(BASIC, {name: t[:, -1:] for name, t in x.items()}, alone)) and torch.equal(S[-1:], alone)
+
+
+@on_gpu
+def test_fifty_steps_give_the_same_bits():
+    x, pool = drawn(BASIC)
+    made = []
+    for _ in range(50):
+        S = pool.clone()
+        made.append((decode(BASIC, x, S, LANES.to(oracle.DEVICE)), S[[4, 1]]))
+    assert all(torch.equal(o, made[0][0]) and torch.equal(S, made[0][1]) for o, S in made)
+
+
+@on_gpu
 @every
 def test_a_step_can_be_captured(op):
     x, pool = drawn(op)

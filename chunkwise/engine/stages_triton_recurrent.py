@@ -11,7 +11,7 @@ from ..spec import Gate, Streams
 from .problem import Problem
 from .raw import NOTHING, Raw
 from .stages_triton import dense, rows
-from .tune import config
+from .tune import config, together
 
 
 class States(NamedTuple):
@@ -39,7 +39,8 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     b, sb = (unused, 0) if x.b is None else rows(x.b)
     first, last = (unused if t is None else t for t in s[:2])
     columns = next((t.shape[1] for t in (s.into, s.slots) if t is not None and t.ndim > 1), 1)
-    recurrent_kernel[(p.N * p.HV * -(-p.V // c.BV),)](
+    run = together(p, c)
+    recurrent_kernel[(p.N * p.HV * -(-p.V // (c.BV * run)),)](
         q, k, v, g, beta, a, b, dense(x.u, unused), dense(raw.A_log, unused), dense(raw.dt_bias, unused),
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
         sq, sk, sv, sg, sbeta, sa, sb, first.stride(0), last.stride(0), p.T, p.HV, columns,
@@ -50,6 +51,6 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
-        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, **c.launch,
+        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, RUN=run, **c.launch,
     )  # fmt: skip
     return o

@@ -241,6 +241,17 @@ def config(kernel: str, p: Problem) -> Config:
     return RULES[kernel](p)
 
 
+def together(p: Problem, c: Config) -> int:
+    """Blocks of values that a program of the recurrent kernel takes one after the other, where enough programs are left.
+
+    How many changes no bit: every block is computed alike.
+    """
+    blocks, run = -(-p.V // c.BV), 1
+    while 2 * run <= blocks and p.N * p.HV * blocks * c.num_warps >= 2 * run * 12 * MULTIPROCESSORS:
+        run *= 2
+    return run
+
+
 def split(p: Problem) -> Cut:
     """Pieces of a long sequence, of 8 chunks or more: enough for two programs a multiprocessor where one sample's heads are too few.
 

@@ -95,6 +95,17 @@ def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
     return exp(b_g)
 
 
+@triton.jit
+def state_offsets(i_hv, i_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """Where a head's block of values lies inside a slot, and what of it there is; both as the tile."""
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    if V_FIRST:
+        o_S = i_hv * (K * V) + o_v[:, None] * K + o_k[None, :]
+    else:
+        o_S = i_hv * (K * V) + o_k[:, None] * V + o_v[None, :]
+    return o_S, on_keys(o_k < K, V_FIRST) & on_values(o_v < V, V_FIRST)
+
+
 @triton.jit(do_not_specialize=["T", "HV", "columns"])
 def recurrent_kernel(
     q, k, v, g, beta, a, b, u, A_log, dt_bias,  # a: whatever erases; g: by GATE
@@ -113,17 +124,21 @@ def recurrent_kernel(
     TREE: tl.constexpr,  # token t goes on from the state after token parents[i_n, t]; -1: from the first
     NORM: tl.constexpr, NORM_A: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     ONE: tl.constexpr,  # T is 1
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, value head, block of BV values). A negative slot: output 0, nothing read or stored."""
-    NV: tl.constexpr = (V + BV - 1) // BV
+    """One program a (sequence, value head, RUN blocks of BV values): while it works on one, the next block's state is on its way.
+
+    A negative slot: output 0, nothing read or stored.
+    """
+    NB: tl.constexpr = (V + BV * RUN - 1) // (BV * RUN)
     pid = tl.program_id(0)
-    i_nh = pid // NV
-    i_v = pid - i_nh * NV
+    i_nh = pid // NB
+    i_run = (pid - i_nh * NB) * RUN
     i_n = i_nh // HV
     i_hv = i_nh - i_n * HV
     i_n = i_n.to(tl.int64)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
     if PACKED:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
@@ -140,17 +155,9 @@ def recurrent_kernel(
         else:
             i_slot = tl.load(index + i_n).to(tl.int64)
         live = i_slot >= 0
-    if V_FIRST:
-        o_S = i_hv * (K * V) + o_v[:, None] * K + o_k[None, :]  # [BV, BK]
-    else:
-        o_S = i_hv * (K * V) + o_k[:, None] * V + o_v[None, :]  # [BK, BV]
-    m_S = on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST)
     if INITIAL:
-        b_S = tl.load(S0 + i_slot * s0 + o_S, mask=m_S & live, other=0.0).to(tl.float32)
-    else:
-        b_S = tl.zeros([BV, BK] if V_FIRST else [BK, BV], tl.float32)
-    if TREE:
-        b_root = b_S
+        o_S, m_S = state_offsets(i_hv, i_run, K, V, BK, BV, V_FIRST)
+        b_next = tl.load(S0 + i_slot * s0 + o_S, mask=m_S & live, other=0.0)  # the tile
     A = exp(tl.load(A_log + i_hv).to(tl.float32)) if RAW != "" else 0.0
     b_bias = 0.0
     if BIAS:
@@ -162,61 +169,74 @@ def recurrent_kernel(
         b_f = exp(tl.load(g + i_hv).to(tl.float32))
     if BONUS:
         b_u = tl.load(u + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-    for t in range(1 if ONE else Tn):
-        row = bos + t
-        b_q = tl.load(q + row * sq + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-        b_k = tl.load(k + row * sk + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-        b_v = tl.load(v + row * sv + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
-        b_q, b_k = unit(b_q, NORM) * scale, unit(b_k, NORM)
-        if TREE:
-            i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
-            if i_p < 0:
-                b_S = b_root
-            elif i_p != t - 1:  # the token before has left its state in the registers
-                tl.debug_barrier()
-                i_s = tl.load(into + i_n * columns + i_p, mask=live & (i_p < t), other=-1).to(tl.int64)
-                b_S = tl.load(ST + i_s * sT + o_S, mask=m_S & (i_s >= 0), other=0.0).to(tl.float32)
-                b_S = tl.where(i_s >= 0, b_S, float("nan"))  # that state was never made, or not kept
-        b_e = b_k
-        if ERASE:
-            b_e = tl.load(a + row * sa + (i_hv // GROUP_A) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-            b_e = unit(b_e, NORM_A)
-        if BEFORE:
-            b_x = read(b_S, b_e, V_FIRST)  # [BV]
-        if BONUS:
-            b_o = read(b_S, b_q, V_FIRST)  # [BV]
-        if GATE == "head":
-            b_S *= b_f
-        elif GATE == "scalar":
-            b_S *= forgets(tl.load(g + row * sg + i_hv), A, b_bias, bound, RAW)
-        elif GATE == "key":
-            b_g = tl.load(g + row * sg + i_hv * K + o_k, mask=m_k, other=0.0)
-            b_S *= on_keys(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
-        elif GATE == "value":
-            b_g = tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0)
-            b_S *= on_values(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
-        if not BONUS:
-            b_o = read(b_S, b_q, V_FIRST)
-        if RULE == "delta":
-            if not BEFORE:
-                b_x = read(b_S, b_e, V_FIRST)
-            b_w = b_v - b_x  # what is written along k
-            if USE_BETA:
-                b_beta = tl.load(beta + row * sbeta + i_hv).to(tl.float32)
-                b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
+    for i in range(RUN):
+        o_v = (i_run + i) * BV + tl.arange(0, BV)
+        m_v = o_v < V
+        if INITIAL:
+            b_S = b_next.to(tl.float32)
+            if RUN > 1:
+                o_S, m_S = state_offsets(i_hv, i_run + i + 1, K, V, BK, BV, V_FIRST)
+                b_next = tl.load(S0 + i_slot * s0 + o_S, mask=m_S & live & (i + 1 < RUN), other=0.0)
         else:
-            b_w = b_v
-        b_o = tl.fma(tl.sum(b_q * b_u * b_k if BONUS else b_q * b_k, 0), b_w, b_o)
-        b_S = write(b_S, b_k, b_w, V_FIRST)
-        if RULE == "dplr":
-            b_b = tl.load(b + row * sb + (i_hv // GROUP_B) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
-            b_o = tl.fma(tl.sum(b_q * b_b, 0), b_x, b_o)
-            b_S = write(b_S, b_b, b_x, V_FIRST)
-        tl.store(o + (row * HV + i_hv) * V + o_v, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=m_v)
-        if EACH:
-            b_s = b_S.to(ST.dtype.element_ty)
-            b_S = b_s.to(tl.float32)  # the next token goes on from what was stored, as it would in a step of its own
-            i_s = tl.load(into + i_n * columns + t, mask=live & (t < columns), other=-1).to(tl.int64)
-            tl.store(ST + i_s * sT + o_S, b_s, mask=m_S & (i_s >= 0))
-    if FINAL:
-        tl.store(ST + i_slot * sT + o_S, b_S.to(ST.dtype.element_ty), mask=m_S & live)
+            b_S = tl.zeros([BV, BK] if V_FIRST else [BK, BV], tl.float32)
+        o_S, m_S = state_offsets(i_hv, i_run + i, K, V, BK, BV, V_FIRST)
+        if TREE:
+            b_root = b_S
+        for t in range(1 if ONE else Tn):
+            row = bos + t
+            b_q = tl.load(q + row * sq + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+            b_k = tl.load(k + row * sk + (i_hv // GROUP) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+            b_v = tl.load(v + row * sv + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
+            b_q, b_k = unit(b_q, NORM) * scale, unit(b_k, NORM)
+            if TREE:
+                i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
+                if i_p < 0:
+                    b_S = b_root
+                elif i_p != t - 1:  # the token before has left its state in the registers
+                    tl.debug_barrier()
+                    i_s = tl.load(into + i_n * columns + i_p, mask=live & (i_p < t), other=-1).to(tl.int64)
+                    b_S = tl.load(ST + i_s * sT + o_S, mask=m_S & (i_s >= 0), other=0.0).to(tl.float32)
+                    b_S = tl.where(i_s >= 0, b_S, float("nan"))  # that state was never made, or not kept
+            b_e = b_k
+            if ERASE:
+                b_e = tl.load(a + row * sa + (i_hv // GROUP_A) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+                b_e = unit(b_e, NORM_A)
+            if BEFORE:
+                b_x = read(b_S, b_e, V_FIRST)  # [BV]
+            if BONUS:
+                b_o = read(b_S, b_q, V_FIRST)  # [BV]
+            if GATE == "head":
+                b_S *= b_f
+            elif GATE == "scalar":
+                b_S *= forgets(tl.load(g + row * sg + i_hv), A, b_bias, bound, RAW)
+            elif GATE == "key":
+                b_g = tl.load(g + row * sg + i_hv * K + o_k, mask=m_k, other=0.0)
+                b_S *= on_keys(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
+            elif GATE == "value":
+                b_g = tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0)
+                b_S *= on_values(forgets(b_g, A, b_bias, bound, RAW), V_FIRST)
+            if not BONUS:
+                b_o = read(b_S, b_q, V_FIRST)
+            if RULE == "delta":
+                if not BEFORE:
+                    b_x = read(b_S, b_e, V_FIRST)
+                b_w = b_v - b_x  # what is written along k
+                if USE_BETA:
+                    b_beta = tl.load(beta + row * sbeta + i_hv).to(tl.float32)
+                    b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
+            else:
+                b_w = b_v
+            b_o = tl.fma(tl.sum(b_q * b_u * b_k if BONUS else b_q * b_k, 0), b_w, b_o)
+            b_S = write(b_S, b_k, b_w, V_FIRST)
+            if RULE == "dplr":
+                b_b = tl.load(b + row * sb + (i_hv // GROUP_B) * K + o_k, mask=m_k, other=0.0).to(tl.float32)  # [BK]
+                b_o = tl.fma(tl.sum(b_q * b_b, 0), b_x, b_o)
+                b_S = write(b_S, b_b, b_x, V_FIRST)
+            tl.store(o + (row * HV + i_hv) * V + o_v, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=m_v)
+            if EACH:
+                b_s = b_S.to(ST.dtype.element_ty)
+                b_S = b_s.to(tl.float32)  # the next token goes on from what was stored, as it would in a step of its own
+                i_s = tl.load(into + i_n * columns + t, mask=live & (t < columns), other=-1).to(tl.int64)
+                tl.store(ST + i_s * sT + o_S, b_s, mask=m_S & (i_s >= 0))
+        if FINAL:
+            tl.store(ST + i_slot * sT + o_S, b_S.to(ST.dtype.element_ty), mask=m_S & live)

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from chunkwise import decode as step
-from chunkwise.engine import decode, plan_recurrent_triton, recurrent
+from chunkwise.engine import decode, plan_recurrent_triton, recurrent, stages_triton_recurrent
 from chunkwise.engine.dispatch import choose, run
 from chunkwise.engine.problem import Problem, problem
 from chunkwise.engine.prologue import activate_gate, l2norm
 from chunkwise.engine.raw import NOTHING, Raw
 from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
+from chunkwise.engine.tune import Config
 from chunkwise.spec import Gate, Op, Rule, Streams, all_ops
 
 B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18
@@ -76,6 +77,16 @@ def states(n: int, v_first: bool = False, dtype: torch.dtype = torch.float32) ->
 @cells
 def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
     check_form(streams(gate, rule, reader), gate, rule, states(B))
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["keys first", "values first"])
+def test_blocks_of_values_may_be_taken_together(v_first, monkeypatch):
+    x, pool = streams(Gate.KEY, Rule.DELTA), states(B, v_first)
+    other = pool.clone()
+    o = pooled(x, Gate.KEY, Rule.DELTA, pool, v_first=v_first)
+    monkeypatch.setattr(stages_triton_recurrent, "together", lambda *_: 2)
+    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 4, 1, 1))  # 18 values: the third run is half empty
+    assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other, v_first=v_first)) and torch.equal(pool, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
