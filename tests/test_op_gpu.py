@@ -1,0 +1,128 @@
+"""What only a GPU can show: calls in a CUDA graph, the same bits fifty times, tensors past 2^31 numbers, a card that is not the current one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import OPS, Case, ids, make
+
+from chunkwise.engine.explain import choices
+
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
+ROWS = {"dense": DENSE, "packed": replace(DENSE, B=1, T=300, N=7)}
+every = pytest.mark.parametrize("op", OPS, ids=ids)
+rows = pytest.mark.parametrize("row", ROWS)
+
+
+def step(call, form="chunk"):
+    """Outputs and the gradients of every input, made on the device alone."""
+    o, S = call.op(call.x, form=form, output_final_state=True, chunk_size=call.case.chunk, **call.options)
+    grads = torch.autograd.grad([o, S], list(call.leaves().values()), [torch.ones_like(o), torch.ones_like(S)], allow_unused=True)
+    return [o.detach(), S.detach(), *(g for g in grads if g is not None)]
+
+
+def served(op, **call):
+    """Whether kernels serve every pass of a training call."""
+    return all(c.backend == "triton" for c in choices(op, device="cuda", dtype=torch.bfloat16, grad=True, **call))
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@needs_gpu
+@rows
+@every
+def test_fifty_calls_give_the_same_bits(op, row):
+    call = make(op, ROWS[row], torch.bfloat16)
+    first = step(call)
+    assert all(equal(step(call), first) for _ in range(49))
+
+
+@needs_gpu
+@rows
+@every
+def test_a_training_step_can_be_captured(op, row):
+    if row == "packed" and not served(op, K=32, T=300):
+        pytest.skip("PyTorch's stages lay packed rows out on the host")
+    call = make(op, ROWS[row], torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(call)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step(call)
+    with torch.no_grad():
+        for t in call.leaves().values():
+            t.mul_(0.5)
+    for t in made:
+        t.fill_(torch.nan)
+    graph.replay()
+    assert equal(made, step(call))
+
+
+@needs_gpu
+@every
+def test_lengths_share_their_kernels(op):
+    """No length, batch or number of sequences costs a compilation."""
+    hooks = pytest.importorskip("triton", reason="triton is not installed").knobs.runtime
+    compiled = []
+
+    def count(*, fn, **kw):
+        compiled.append(fn.name)
+
+    step(make(op, DENSE, torch.bfloat16))
+    step(make(op, replace(DENSE, T=16), torch.bfloat16))
+    step(make(op, ROWS["packed"], torch.bfloat16))
+    before, hooks.jit_post_compile_hook = hooks.jit_post_compile_hook, count
+    try:
+        for i in range(12):
+            step(make(op, replace(DENSE, B=1 + i % 3, T=17 + 37 * i), torch.bfloat16))
+            step(make(op, replace(ROWS["packed"], T=50 + 41 * i, N=2 + i), torch.bfloat16))
+    finally:
+        hooks.jit_post_compile_hook = before
+    assert compiled == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("op", [op for op in OPS if {"q", "k", "v"} <= op.args.keys()], ids=ids)
+def test_tensors_past_two_to_the_31_numbers(op):
+    """The last samples of a batch whose tensors have more than 2^31 numbers are what they are alone, forward and backward."""
+    B, sizes = 33, dict(B=1, T=32_768, H=16, HV=16, K=128, V=128)
+    if not served(op, K=128, T=sizes["T"]):
+        pytest.skip("not served by kernels: PyTorch's own operators see to this")
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:
+        pytest.skip("needs 100 GiB")
+    one = {n: t.to("cuda", torch.bfloat16) for n, t in op.draw(sizes).items()}
+    whole = {n: t.expand(B, *t.shape[1:]).contiguous() if op.args[n].per_token else t for n, t in one.items()}
+
+    def made(x):
+        x = {n: t.detach().requires_grad_(n in "qkv") for n, t in x.items()}
+        o, S = op(x, output_final_state=True)
+        return [
+            o.detach(),
+            S.detach(),
+            *torch.autograd.grad(o, [x[n] for n in "qkv"], x["v"].detach() if o.shape == x["v"].shape else o.detach()),
+        ]
+
+    want, got = made(one), made(whole)
+    assert got[0].numel() > 2**31
+    for i in (0, 16, 31, 32):
+        assert all(torch.equal(g[i], w[0]) for g, w in zip(got, want))
+
+
+@needs_gpu
+@every
+def test_a_card_that_is_not_the_current_one(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    here = make(op, DENSE, torch.bfloat16)
+    moved = {n: t.detach().to("cuda:1").requires_grad_() for n, t in here.leaves().items()}
+    there = replace(here, S0=moved.pop("S0"), x=moved)
+    assert torch.cuda.current_device() == 0
+    assert equal([t.to("cuda:0") for t in step(there)], step(here))
