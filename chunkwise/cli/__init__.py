@@ -1,4 +1,4 @@
-"""The command line: `chunkwise train`, `generate`, `recall`, `ops`, `doctor`."""
+"""The command line: `chunkwise train`, `generate`, `eval`, `perplexity`, `ops`, `doctor` and more."""
 
 from __future__ import annotations
 
