@@ -16,7 +16,7 @@ def circle(b_r):
 
 @triton.jit(do_not_specialize=["T"])
 def rotary_kernel(
-    x, positions, y, sx, sp, T, H, log2_theta, sign,
+    x, positions, y, sx, sp, T, H, log2_theta, rest, sign,
     K: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """x, y: [B * T, H, K], rows of x sx apart, heads K apart; positions [B or 1, T], batches sp apart. Grid (blocks of BT tokens, B).
@@ -30,7 +30,8 @@ def rotary_kernel(
     m_t = o_t < T
     m = m_t[:, None] & (o_p < K // 2)[None, :]
     b_at = tl.load(positions + i_b * sp + o_t, mask=m_t, other=0).to(tl.float64)
-    b_rate = tl.exp2(o_p.to(tl.float64) * (-2.0 / K) * log2_theta) * 0.15915494309189535  # turns a token: over 2 pi
+    b_theta = tl.full([BP], log2_theta, tl.float64) + tl.full([BP], rest, tl.float64)  # arguments come as float32: in two parts
+    b_rate = tl.exp2(o_p.to(tl.float64) * (-2.0 / K) * b_theta) * 0.15915494309189535  # turns a token: over 2 pi
     b_quarter = 4.0 * b_at[:, None] * b_rate[None, :]  # [BT, BP] quarters of a turn
     b_whole = tl.floor(b_quarter + 0.5)
     b_cos, b_sin = circle((b_quarter - b_whole).to(tl.float32))

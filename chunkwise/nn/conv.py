@@ -112,12 +112,10 @@ class _Conv(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, weight, bias, residual, state, offsets, first, ctx.silu, ctx.final = inputs
         ctx.save_for_backward(x, weight, bias, state, offsets, first)
-        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         x, *rest = ctx.saved_tensors
-        dy = torch.zeros_like(x) if dy is None else dy
         dx, dw, db, ds = _conv_backward_op(x, *rest, dy, dlast if ctx.final else None, ctx.silu)
         d = (dx, dw, db, dy, ds)
         return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None)

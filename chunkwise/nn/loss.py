@@ -244,7 +244,7 @@ def cross_entropy(
     _check(name, "logits", logits, target, reduction)
     t = _terms(name, logits.shape[-1], target, ignore_index, label_smoothing, z_loss, scale, softcap, process_group, first_class)
     flat = target.reshape(-1)
-    loss, _ = _Scored.apply(logits.reshape(-1, logits.shape[-1]), flat, *vars(t).values())
+    loss, _ = _Scored.apply(logits.reshape(-1, logits.shape[-1]), flat, *t)
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / _count(flat, t)
@@ -307,7 +307,7 @@ def linear_cross_entropy(
         rows = max(LEAST if x.is_cuda else 1, BLOCK.get(x.device.type, BLOCK["cuda"]) // (V * x.element_size()) // 64 * 64 or 1)
     grad = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, weight, bias))
     apply: Callable[..., Any] = _Each.apply if reduction == "none" else _Summed.apply
-    given = (x.reshape(-1, D), weight, bias, flat, None, None, rows, grad and reduction != "none", *vars(t).values())
+    given = (x.reshape(-1, D), weight, bias, flat, None, None, rows, grad and reduction != "none", *t)
     loss = apply(*given)[0]
     if reduction == "none":
         return loss.view(target.shape)

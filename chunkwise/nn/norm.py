@@ -87,13 +87,11 @@ class _Norm(torch.autograd.Function):
         x, residual, weight, bias, gate, *ctx.switches = inputs
         ctx.save_for_backward(x if residual is None else output[1], weight, bias, gate)
         ctx.residual = residual is not None
-        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
         h, weight, bias, gate = ctx.saved_tensors
         need = ctx.needs_input_grad
-        dy = torch.zeros_like(h) if dy is None else dy
         dx, dw, db, dg = _norm_backward_op(h, weight, bias, gate, dy, dh if ctx.residual else None, *ctx.switches)
         d = (dx, dx, dw, db, dg)
         return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * len(ctx.switches))
@@ -113,14 +111,17 @@ def _norm(
     for label, t in (("residual", residual), ("gate", gate)):
         if t is not None and t.shape != x.shape:
             raise ValueError(f"{name}: {label} must have x's shape {list(x.shape)}, got {list(t.shape)}")
-        if t is not None and (not t.is_floating_point() or (t is residual and t.dtype != x.dtype)):
-            raise TypeError(f"{name}: {label} must have x's dtype {x.dtype}, got {t.dtype}")
+        if t is not None and not t.is_floating_point():
+            raise TypeError(f"{name}: {label} must be a floating tensor, got {t.dtype}")
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (D,):
             raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
     for label, t in (("residual", residual), ("gate", gate), ("weight", weight), ("bias", bias)):
         if t is not None and t.device != x.device:
             raise ValueError(f"{name}: {label} is on {t.device}, x on {x.device}")
+    if residual is not None and residual.dtype != x.dtype:  # under autocast: the wider goes on
+        common = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(common), residual.to(common)
     switches = (float(eps), groups, kind, GATES[activation])
     if uses_kernels(x) and D // groups <= WIDEST:
         y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
@@ -157,7 +158,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, groups: int = 1,
     gate: Tensor | None = None, activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(`rms_norm` of h, h) with h = x + residual rounded to x's dtype, the next residual. residual: x's shape and dtype."""
+    """(`rms_norm` of h, h) with h = x + residual, the next residual, rounded to the wider of their dtypes. residual: x's shape."""
     return _norm("add_rms_norm", "rms", x, residual, weight, bias, gate, eps, groups, activation)
 
 

@@ -5,8 +5,7 @@ The formula is loss.py's. Each stage has a form in PyTorch, which is also its ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What the loss is made of. `classes` counts the whole vocabulary; `first` is this shard's first class."""
 
     ignore_index: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -19,9 +20,10 @@ def turn(x: Tensor, positions: Tensor, theta: float, interleaved: bool, back: bo
         BP = max(8, 1 << (K // 2 - 1).bit_length())
         BT = max(1, min(2048 // BP, -(-B * T // 264)))
         BT = 1 << (BT - 1).bit_length()
-        at = positions.contiguous()
+        at, log2_theta = positions.contiguous(), math.log2(theta)
+        coarse = ctypes.c_float(log2_theta).value  # kernels get float32
         rotary_kernel[(-(-T // BT), B)](
-            x, at, y, x.stride(1), at.shape[1] if at.shape[0] > 1 else 0, T, H, math.log2(theta), -1.0 if back else 1.0, K=K, BT=BT, BP=BP,
-            INTERLEAVED=interleaved, num_warps=max(1, min(8, BT * BP // 256)),
+            x, at, y, x.stride(1), at.shape[1] if at.shape[0] > 1 else 0, T, H, coarse, log2_theta - coarse, -1.0 if back else 1.0,
+            K=K, BT=BT, BP=BP, INTERLEAVED=interleaved, num_warps=max(1, min(8, BT * BP // 256)),
         )  # fmt: skip
     return y
