@@ -29,7 +29,7 @@ def given(t: Tensor | None) -> Tensor:
 
 
 PART = 1 << 19  # entries: what one stream of the chunks worked on together may hold; keeps them in a CPU's caches
-SHORT = 16  # tokens: chunks of the torch plan's forward pass where the states are large
+SHORT = 32  # tokens: chunks of the torch plan's forward pass where the states are large
 LARGE = 1 << 17  # entries of a step's states from which a few more steps cost less than longer chunks do
 
 
@@ -79,7 +79,7 @@ class Problem:
 
 
 @lru_cache(maxsize=256)
-def _record(
+def record(
     q: tuple[int, ...], v: tuple[int, ...], packed: int | None, dtype: torch.dtype, gate: Gate, rule: Rule, chunk: int, scale: float,
     precision: str, exact: bool, bonus: bool, erase: bool, before: bool,
 ) -> Problem:  # fmt: skip
@@ -112,5 +112,5 @@ def problem(
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     before = x.a is not None
     switches = (x.q.dtype, gate, rule, chunk, scale, precision, exact, x.u is not None, before or x.e is not None, before)
-    p = _record(x.q.shape, x.v.shape, packed, *switches)
+    p = record(x.q.shape, x.v.shape, packed, *switches)
     return p if packed is None else replace(p, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
