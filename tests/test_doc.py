@@ -1,5 +1,6 @@
 """What README and docs say is so: names exist, files are there, commands take their options, cases have their tests."""
 
+import ast
 import doctest
 import importlib.metadata
 import importlib.util
@@ -68,6 +69,20 @@ def test_commands_in_the_documents_take_their_options(document):
         if words[1] in commands:
             known = {o for p in commands[words[1]].params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
             assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known, line
+
+
+def test_members_are_listed_nowhere_but_on_their_pages():
+    """compat and the benchmark's peers name functions of other libraries, member by member."""
+    found, elsewhere = [], ("ops", "compat", "bench/peer")
+    for file in (ROOT / "chunkwise").rglob("*.py"):
+        if file.relative_to(ROOT / "chunkwise").as_posix().startswith(elsewhere):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = {ast.Dict: lambda d: [*d.keys, *d.values]}.get(type(node), lambda c: getattr(c, "elts", []))(node)
+            words = {x.value for part in parts if part is not None for x in ast.walk(part) if isinstance(x, ast.Constant)}
+            if len(words & set(chunkwise.all_ops())) > 1:
+                found.append(f"{file.name}:{node.lineno}")
+    assert not found
 
 
 def test_the_version_is_the_distribution_s():

@@ -81,6 +81,18 @@ def test_packed_is_separate(op):
 
 
 @every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packing_changes_no_bit(op, dtype):
+    case = Case(T=150, H=2, n=2, K=16, V=8, chunk=64)
+    call, cu = make(op, case, dtype), [0, 3, 3, 70, 71, 150]
+    x, S0 = detached(call), op.draw_state(case.sizes, 5, device=DEVICE)
+    whole, last = op(x, initial_state=S0, output_final_state=True, cu_seqlens=torch.tensor(cu, device=DEVICE))
+    for n, (a, b) in enumerate(zip(cu, cu[1:])):
+        o, S = op(tokens(op, x, slice(a, b)), initial_state=S0[n : n + 1], output_final_state=True, form="chunk")
+        assert torch.equal(o, whole[:, a:b]) and torch.equal(S, last[n : n + 1])
+
+
+@every
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_documents_do_not_leak(op, dtype):
     cu = torch.tensor([0, 7, 7, 30, 31, 60], dtype=dtype, device=DEVICE)

@@ -72,6 +72,9 @@ def test_another_device_is_refused(op):
     x = inputs(op)
     x[name] = x[name].to("meta")
     refused(op, ValueError, (name, "meta"), x)
+    row = {n: t.detach() for n, t in make(op, Case(T=8)).x.items()}
+    refused(op, ValueError, ("cu_seqlens", "meta"), row, cu_seqlens=torch.tensor([0, 8], device="meta"))
+    refused(op, ValueError, ("initial_state", "meta"), inputs(op), initial_state=op.draw_state(CASE.sizes, 2).to("meta"))
 
 
 @every
