@@ -159,6 +159,14 @@ def test_the_same_input_gives_the_same_bits(op):
 
 
 @every
+def test_the_fused_form_gives_the_bits_of_the_chunk_form(op):
+    call = make(op, Case(B=2, T=70, H=2, n=2, K=16, V=8, chunk=64), torch.float32)
+    fused = engine(call, form="fused_chunk")
+    for name, t in engine(call, form="chunk").items():
+        assert torch.equal(t, fused[name]), name
+
+
+@every
 @pytest.mark.parametrize("at", [1, 20, 64, 69])
 def test_causality_is_bitwise(op, at):
     call = make(op, Case(T=70, H=2, n=2, K=16, V=8), torch.float32)
