@@ -217,6 +217,10 @@ def _decay(p: Problem) -> Config:
     return Config(min(64 if p.dtype != torch.float32 else 32, padded(p.K)), 0, 2, 1)  # KDA 0.262; four warps 0.322
 
 
+def _decay(p: Problem) -> Config:
+    return Config(min(64 if p.dtype != torch.float32 else 32, padded(p.K)), 0, 2, 1)  # KDA 0.262; four warps 0.322
+
+
 RULES = {
     "recurrent": _recurrent,
     "recurrent_v_first": _recurrent_v_first,
