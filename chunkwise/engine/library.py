@@ -129,11 +129,14 @@ class Traced(torch.autograd.Function):
         cu, cu_cpu, *ctx.switches, ctx.final, _ = inputs[STREAMS + 1 :]
         ctx.save_for_backward(*inputs[: STREAMS + 1], cu, cu_cpu, output[2])
         ctx.mark_non_differentiable(output[2])
+        if not torch.compiler.is_compiling():  # torch 2.13 cannot trace this; it spares zeros of the size of all that is saved
+            ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor, dST: Tensor, _: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         *inputs, saved = ctx.saved_tensors
+        do = torch.zeros_like(inputs[2], memory_format=torch.contiguous_format) if do is None else do
         d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None)
         wanted = zip(d, inputs, ctx.needs_input_grad)
         return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.switches) + 4))

@@ -125,7 +125,7 @@ class Decayed(NamedTuple):
     kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases
     kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
     decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
-    near: Tensor | None  # for the gradients: [slots, HV] uint8, whether a chunk's pairs may meet around its middle
+    near: Tensor | None  # for the gradients: [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
 
 
 class Scan(NamedTuple):

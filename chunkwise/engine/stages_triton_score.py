@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..kernels.bounded import score_bounded_kernel
-from ..kernels.grad_key import FAR, grad_key_kernel
-from ..kernels.score import score_kernel
+from ..kernels.grad_key import grad_key_kernel
+from ..kernels.score import GROUPED, score_kernel
 from ..spec import Rule, Streams
 from .launch import descriptor, launch
 from .problem import Problem, given
@@ -26,6 +28,11 @@ def limit(p: Problem) -> float:
 def reach(p: Problem) -> float | None:
     """As `limit`, of the scores from the chunk's start; None: too little for a kernel of its own."""
     return 100.0 if p.dtype == torch.bfloat16 else None
+
+
+def group(blocks: int) -> int:
+    """Of how many blocks a program of the kernels that do what is left looks whether there is anything to do."""
+    return GROUPED.value if blocks >= 4096 else 1
 
 
 def sets(p: Problem, device: torch.device) -> Tensor:
@@ -80,17 +87,20 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
     qd, kr = empty(*tokens, p.K), empty(*tokens, p.K)
     kd = empty(*tokens, p.K) if delta else kr
     decay = empty(at.slots, p.HV, p.K, dtype=torch.float32)
-    near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, dtype=torch.uint8, device=device)
+    c = config("score_bounded", p) if pairs else replace(config("decay", p), BK=config("grad_key", p).BK)
+    NK = 1 if pairs else -(-p.K // c.BK)
+    near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, NK, dtype=torch.uint8, device=device)
     inputs = (q, e, k, dense(x.g, q), dense(x.beta, q), chunks(at, q), sets(p, device), near, T, M)
     grid, on = at.slots * p.HV, _on(p, x) | dict(IPT=solves(p))
-    c = config("score_bounded" if pairs else "decay", p)
+    split = 1 if pairs and bound is not None else -(-p.K // c.BK)
     launch(
-        score_bounded_kernel, grid, *inputs, qd, kd, kr, decay, sk, p.T, p.HV, p.scale,
+        score_bounded_kernel, grid * split, *inputs, qd, kd, kr, decay, sk, p.T, p.HV, p.scale,
         BK=c.BK, PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p), **on, config=c,
     )  # fmt: skip
     if pairs:
         c = config("score", p)
-        launch(score_kernel, grid, *inputs, sk, p.T, p.HV, p.scale, BK=c.BK, **on, config=c)
+        n = group(grid)
+        launch(score_kernel, -(-grid // n), *inputs, sk, p.T, p.HV, p.scale, n, grid, BK=c.BK, **on, config=c)
     return kept, Decayed(M, qd, kd if delta else None, kr, decay, None if pairs else near)
 
 
@@ -119,12 +129,12 @@ def grads(
     if tma:
         read, y, u = (described(t, d, p.C, c.BV) for t, d in ((do, sv), (y, sy), (u, sy)))
         states = [descriptor(t, t.shape, t.stride(), [1, 1, c.BV, c.BK]) for t in states]
-    for near_by, grid in (True, blocks), (False, -(-blocks // FAR.value)):
+    for near_by, n in (True, 1), (False, group(blocks)):
         launch(
-            grad_key_kernel, grid,
+            grad_key_kernel, -(-blocks // n),
             q, e, k, g, beta, v, read if tma else do, y, u, rows, chunks(at, q), table, given(decayed.near), decayed.decay, *states,
             dq, de, dk, dg, dv, dbeta,
-            sk, sv, sy, p.T, p.HV, p.scale, blocks, NEAR=near_by, TMA=tma, **on, config=c if near_by else config("grad_far", p),
+            sk, sv, sy, p.T, p.HV, p.scale, n, blocks, NEAR=near_by, TMA=tma, **on, config=c if near_by else config("grad_far", p),
         )  # fmt: skip
     summed = None if x.beta is None else dbeta.sum(-1, dtype=torch.float32).to(x.beta.dtype)
     return Streams(q=dq, k=dk, v=dv, g=dg, beta=summed, e=de if erase else None)

@@ -110,29 +110,25 @@ def _fills(p: Problem, cost: int) -> bool:
 
 # Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
 def _output(p: Problem) -> Config:
-    key, add = p.gate is Gate.KEY, p.rule is Rule.ADD
-    if add and not key and _fills(p, 164000):
-        return Config(128, 128, 8, 3)  # 0.172, else 0.188
-    if key and not add and _fills(p, 222000):
+    if p.rule is Rule.ADD and _fills(p, 189000):
+        return Config(128, 128, 8, 3)  # 0.172, else 0.188; GLA 0.153, else 0.179
+    if p.gate is Gate.KEY and _fills(p, 222000):
         return Config(128, 128, 8, 2)  # 0.257, else 0.421: only one narrower program fits
     return _state_pass(p)
 
 
 def _states(p: Problem) -> Config:
-    if p.gate is Gate.KEY:
-        return _state_pass(p)  # KDA 0.265; 128 values 0.275
+    if p.gate is Gate.KEY:  # GLA at three stages 0.142, at two 0.177; KDA 0.286, 0.265
+        return replace(_state_pass(p), num_stages=3) if p.rule is Rule.ADD and _fills(p, 115000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 115000):
         return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.162
     return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # 0.205, else 0.221
 
 
 def _reverse(p: Problem) -> Config:
-    if p.gate is Gate.KEY:
-        return Config(128, 128, 8, 2) if _fills(p, 222000) else _state_pass(p)  # KDA 0.332, else 0.455
-    if p.rule is Rule.ADD and _fills(p, 197000):
-        return Config(128, 128, 8, 3)
     if _fills(p, 222000):
-        return Config(128, 128, 8, 3)  # 0.260, else 0.402
+        # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
+        return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)
     return _state_pass(p)
 
 
@@ -159,10 +155,10 @@ def _channels(p: Problem) -> int:
 
 
 def _grad_key(p: Problem) -> Config:
-    """Always 64 keys, however few there are: see kernels/grad_key.py."""
-    if p.dtype == torch.float32:
-        return Config(32, min(32, padded(p.V)), 4, 1)
-    return Config(64, min(64, padded(p.V)), 4, 2 if card().arch == "sm_90" else 1)
+    """On Hopper always 64 keys, however few there are: see kernels/grad_key.py."""
+    if p.dtype != torch.float32 and card().arch == "sm_90":
+        return Config(64, min(64, padded(p.V)), 4, 2)
+    return Config(min(32, padded(p.K)), min(32, padded(p.V)), 4, 1)
 
 
 def _grad_far(p: Problem) -> Config:

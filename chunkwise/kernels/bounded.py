@@ -11,13 +11,13 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets
-from .tile import chunk_rows, load_rows, mask2
+from .tile import chunk_rows, load_rows, log2_gate, mask2
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
 def score_bounded_kernel(
     q, e, k, g, beta, chunks,  # as score_kernel
-    sets, near,  # near [slots, HV] uint8, written. PAIRS: how many rows are in reach (C: all); HALVES: whether both halves of the chunk are
+    sets, near,  # uint8, written. PAIRS: [slots, HV], how many rows are in reach (C: all); HALVES: [slots, HV, NK], whether both halves are
     Tinv, M, qd, kd, kr, decay,
     sk, T, HV, scale,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -25,10 +25,12 @@ def score_bounded_kernel(
     PAIRS: tl.constexpr, HALVES: tl.constexpr,  # M and T too; what grad_key.py asks of the chunk
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head). M and T of rows in reach, the decayed operands of all."""
+    """One program a (chunk, value head), without PAIRS a block of keys of it. M and T of rows in reach, the decayed operands of all."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    BLOCKS: tl.constexpr = 1 if PAIRS else NK  # programs that share a chunk's keys
     pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
+    i_slot = (pid // (BLOCKS * HV)).to(tl.int64)
+    i_hv = pid // BLOCKS % HV
     row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
@@ -42,22 +44,23 @@ def score_bounded_kernel(
     k += i_hv // GROUP * K
     b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)
     b_low = tl.zeros([C], tl.float32)  # the least G of each row
-    near_halves = tl.full([], True, tl.int1)
     b_qk = tl.zeros([C, C], tl.float32)
     b_ek = tl.zeros([C, C], tl.float32)
     o_h = (row + o_c) * HV + i_hv
-    for i_k in range((K + BK - 1) // BK):
+    for i in range(NK // BLOCKS):
+        i_k = pid % BLOCKS + i
         o_k = i_k * BK + tl.arange(0, BK)
         b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
         b_hi, b_lo = gate_parts(b_g, TYPE)
         b_G = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK]
         b_D = tl.exp2(b_G)
-        b_all = tl.sum(tl.where(o_c[:, None] == C - 1, b_G, 0.0), 0)  # [BK] G_C
+        b_all = tl.sum(log2_gate(b_g), 0)  # [BK] G_C
         if HALVES:
             b_half = tl.sum(tl.where(o_c[:, None] == C // 2 - 1, b_G, 0.0), 0)  # [BK]
-            near_halves = near_halves & (tl.min(tl.minimum(b_half, b_all - b_half), 0) >= -LIMIT)  # NaN is not near
+            ok = tl.min(tl.minimum(b_half, b_all - b_half), 0) >= -LIMIT  # NaN is not near
+            tl.store(near + (i_slot * HV + i_hv) * NK + i_k, ok.to(tl.uint8))
         if g.dtype.element_ty == tl.bfloat16:  # sums without rounding errors that matter to 8 bits
-            b_end = b_all[None, :] - b_G
+            b_end = tl.sum(tl.where(o_c[:, None] == C - 1, b_G, 0.0), 0)[None, :] - b_G
         else:
             b_end = gate_sums(load_sets(sets, 2 * LEVELS + 2, o_c, C), b_hi, b_lo, EXACT, IPG)
         o_out = o_h[:, None] * K + o_k[None, :]
@@ -76,8 +79,6 @@ def score_bounded_kernel(
             if DELTA:
                 b_ek = tl.dot(b_ex, b_ky, b_ek, input_precision=IP)
         tl.store(decay + (i_slot * HV + i_hv) * K + o_k, b_all, mask=o_k < K)
-    if HALVES:
-        tl.store(near + i_slot * HV + i_hv, near_halves.to(tl.uint8))
     if PAIRS:
         o_out = o_h[:, None] * C + o_c[None, :]
         n = tl.min(tl.where(b_low >= -LIMIT, C, o_c), 0)  # NaN is out of reach

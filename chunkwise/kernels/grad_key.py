@@ -7,8 +7,8 @@ The pairs of a chunk meet level by level as in score.py. In each, x~ = x e^(sum 
 over the same sets of tokens, of x~ dx~: nothing is added only to be subtracted again, except around the middle of a block
 whose pairs all meet at once. A pair i = j does not decay and is kept apart.
 
-NEAR: no channel of the chunk forgets more than 2^LIMIT in a half of it, so all pairs meet around its middle. bounded.py notes which
-chunks are so; a kernel each does those and the others.
+NEAR: no channel of the block forgets more than 2^LIMIT in a half of the chunk, so all pairs meet around its middle. bounded.py notes
+which blocks are so; a kernel each does those and the others.
 
 Everything of a block of channels is held transposed, [BK, C]: what is computed is the left operand of its products, from registers, and dM
 serves as itself and transposed from one copy in shared memory. Blocks of fewer than 64 keys make ptxas 12.8 build wgmma descriptors from
@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 
 from .grad import load_state
-from .score import block_level, gate_parts, load_sets, meets
+from .score import block_level, chosen, gate_parts, is_chosen, load_sets, meets
 from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate
-
-FAR = tl.constexpr(8)  # blocks that a program looks after where most have been done
 
 
 @triton.jit
@@ -120,25 +118,28 @@ def block_grads(
             b_E = sums(b_hi, b_lo, load_sets(sets, 2 * LEVELS, o_c, C), EXACT, IPG)  # [BK, C] G - a
             b_after = tl.sum(tl.where(o_j == C - 1, b_E, 0.0), 1)  # [BK] G_C - a
             b_before = tl.exp2(b_all - b_after)
-            b_kx = b_k * tl.exp2(-b_E)
-            b_ky = b_kx.to(TYPE)
+            # x dx of readers less y dy of writers: what is left of it from t on decays across t. With the rounded operands of the products,
+            # so that what meets on both sides of t cancels
+            b_ky = (b_k * tl.exp2(-b_E)).to(TYPE)
             b_dk *= tl.exp2(b_after)[:, None]
-            b_through = b_through * tl.exp2(b_all) + tl.sum(b_kx * b_dk, 1)  # with k dk of the state at the chunk's end
-            b_dq = tl.dot(b_ky, tl.trans(b_A), b_dq * (b_before * scale)[:, None], input_precision=IP) * tl.exp2(b_E)
-            tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_out)
+            b_through = b_through * tl.exp2(b_all) + tl.sum(b_ky * b_dk, 1)  # with k dk of the state at the chunk's end
             b_q = tl.trans(load_rows(q + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
-            b_z = b_q * b_dq
-            b_dk = tl.dot((b_q * tl.exp2(b_E)).to(TYPE), b_A, b_dk, input_precision=IP)
+            b_qx = (b_q * tl.exp2(b_E)).to(TYPE)
+            b_dq = tl.dot(b_ky, tl.trans(b_A), b_dq * (b_before * scale)[:, None], input_precision=IP)
+            b_z = b_qx * b_dq
+            tl.store(dq + o_out, (b_dq * tl.exp2(b_E)).to(dq.dtype.element_ty), mask=m_out)
+            b_dk = tl.dot(b_qx, b_A, b_dk, input_precision=IP)
             b_e = b_k
             if DELTA:
                 if ERASE:
                     b_e = tl.trans(load_rows(e + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
-                b_r = b_e * -b_beta[None, :]
-                b_dr = tl.dot(b_ky, tl.trans(b_B), b_dr * b_before[:, None], input_precision=IP) * tl.exp2(b_E)
-                b_z += b_r * b_dr
-                b_dk = tl.dot((b_r * tl.exp2(b_E)).to(TYPE), b_B, b_dk, input_precision=IP)
+                b_rx = (b_e * (tl.exp2(b_E) * -b_beta[None, :])).to(TYPE)
+                b_dr = tl.dot(b_ky, tl.trans(b_B), b_dr * b_before[:, None], input_precision=IP)
+                b_z += b_rx * b_dr
+                b_dr *= tl.exp2(b_E)
+                b_dk = tl.dot(b_rx, b_B, b_dk, input_precision=IP)
+            b_z -= b_ky * b_dk
             b_dk *= tl.exp2(-b_E)
-            b_z -= b_k * b_dk  # x dx of readers less y dy of writers: what is left of it from t on decays across t
             b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)
             b_dg = tl.zeros([BK, C], tl.float32) + b_through[:, None]
         else:
@@ -202,28 +203,34 @@ def block_grads(
                 tl.store(dbeta + (o_h * NK + i_k), b_dbeta, mask=m_c)
 
 
-@triton.jit(do_not_specialize=["T", "HV", "blocks"])
+@triton.jit(do_not_specialize=["T", "HV", "each", "blocks"])
 def grad_key_kernel(
     q, e, k, g, beta, v, do, y, U, U_rows, chunks,  # q, e, k, v, do, y (v or X): token rows; g [B*T, HV, K]; beta [B*T, HV]; U [B*T, HV, V]
-    sets, near, decay,  # sets as in score.py; near [slots, HV] uint8; decay [slots, HV, K]
+    sets, near, decay,  # sets as in score.py; near [slots, HV, NK] uint8; decay [slots, HV, K]
     S, dS,  # [slots, HV, V, K]
     dq, de, dk, dg, dv, dbeta,  # dq, de, dk, dg [B*T, HV, K]; dv [B*T, HV, V] (delta); dbeta [B*T, HV, NK] fp32, to be summed
     sk, sv, sy, T, HV, scale,  # rows of q, e, k; of v, do; of y are so far apart
-    blocks,  # slots * HV * NK
+    each, blocks,  # (chunk, value head, block of keys)s of a program; of all
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     NEAR: tl.constexpr, LIMIT: tl.constexpr,  # exponents up to so much may be positive
     IP: tl.constexpr, IPG: tl.constexpr,  # of products; of sums of gates
     TMA: tl.constexpr,  # do, y, U are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
 ):  # fmt: skip
-    """One program a (chunk, value head, block of keys), or not NEAR FAR of them."""
+    """One program a (chunk, value head, block of keys), or not NEAR `each` of them."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    EACH: tl.constexpr = 1 if NEAR else FAR
-    o = tl.program_id(0) * EACH + tl.arange(0, EACH)
-    b_mine = (tl.load(near + o // NK, mask=o < blocks, other=NEAR ^ 1) == NEAR).to(tl.int32)
-    for i in range(tl.where(tl.max(b_mine, 0) > 0, EACH, 0)):
-        if tl.sum(tl.where(tl.arange(0, EACH) == i, b_mine, 0), 0) > 0:
-            i_block = tl.program_id(0) * EACH + i
+    if NEAR:
+        mine = tl.load(near + tl.program_id(0)) > 0
+        each = 1
+        turns = mine.to(tl.int32)
+    else:
+        b_chosen = chosen(near, 1, each, blocks)
+        turns = tl.where(tl.max(b_chosen, 0) > 0, each, 0)
+    for i in range(turns):
+        if not NEAR:
+            mine = is_chosen(b_chosen, i)
+        if mine:
+            i_block = tl.program_id(0) * each + i
             i_slot = i_block // (HV * NK)
             i_hv = (i_block - i_slot * (HV * NK)) // NK
             block_grads(

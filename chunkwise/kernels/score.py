@@ -15,6 +15,7 @@ import triton.language as tl
 from .inverse import invert
 from .tile import RCP_LN2, chunk_rows, load_rows
 
+GROUPED = tl.constexpr(8)
 LOWEST = tl.constexpr(-104.0)  # natural; exp of it is 0 in fp32
 
 
@@ -59,27 +60,29 @@ def load_sets(sets, number, o_c, C: tl.constexpr):
     return tl.load(sets + number * C * C + o_c[:, None] * C + o_c[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
-def score_kernel(
-    q, e, k, g, beta, chunks,  # q, e, k: token rows; g [B*T, HV, K]; beta [B*T, HV]
-    sets,  # [2 * LEVELS + 3, C, C]: of levels, of blocks around their middle, from the chunk's start, to its end
-    near,  # [slots, HV] uint8: how many of a chunk's first rows bounded.py has done
-    Tinv, M,  # [B*T, HV, C]
-    sk, T, HV, scale,  # rows of q, e, k are sk apart
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
-    IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,  # of products of q, e and k; of sums of gates; of the fp32 products that make T
+@triton.jit
+def chosen(near, DONE: tl.constexpr, each, blocks):
+    """Which of a program's `each` blocks of work are its own, [GROUP] of 0 and 1: those whose entry of `near` is below DONE.
+
+    Most programs find none, so they look after several blocks.
+    """
+    o_b = tl.arange(0, GROUPED)
+    o = tl.program_id(0) * each + o_b
+    return (tl.load(near + o, mask=(o_b < each) & (o < blocks), other=DONE) < DONE).to(tl.int32)
+
+
+@triton.jit
+def is_chosen(b_chosen, i):
+    return tl.sum(tl.where(tl.arange(0, GROUPED) == i, b_chosen, 0), 0) > 0
+
+
+@triton.jit
+def far_scores(
+    q, e, k, g, beta, sets, Tinv, M, sk, HV, scale, row, L, n, i_hv,  # as score_kernel; n: rows that are done
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DELTA: tl.constexpr, USE_BETA: tl.constexpr,
+    IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head)."""
-    pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
-    if L <= 0:
-        return
-    n = tl.load(near + i_slot * HV + i_hv).to(tl.int32)
-    if n >= L:
-        return
+    """M and T of one chunk's rows from n on."""
     i_h = i_hv // GROUP
     TYPE: tl.constexpr = k.dtype.element_ty
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
@@ -116,3 +119,28 @@ def score_kernel(
         if USE_BETA:
             b_ek *= tl.load(beta + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0).to(tl.float32)[:, None]
         tl.store(Tinv + o_out, invert(-b_ek, IPT).to(Tinv.dtype.element_ty), mask=m_out)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "each", "blocks"])
+def score_kernel(
+    q, e, k, g, beta, chunks,  # q, e, k: token rows; g [B*T, HV, K]; beta [B*T, HV]
+    sets,  # [2 * LEVELS + 3, C, C]: of levels, of blocks around their middle, from the chunk's start, to its end
+    near,  # [slots, HV] uint8: how many of a chunk's first rows bounded.py has done
+    Tinv, M,  # [B*T, HV, C]
+    sk, T, HV, scale,  # rows of q, e, k are sk apart
+    each, blocks,  # (chunk, value head)s of a program, at most GROUPED; of all
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,  # of products of q, e and k; of sums of gates; of the fp32 products that make T
+):  # fmt: skip
+    """`each` (chunk, value head)s a program."""
+    b_chosen = chosen(near, C, each, blocks)
+    for i in range(tl.where(tl.max(b_chosen, 0) > 0, each, 0)):
+        if is_chosen(b_chosen, i):
+            i_block = tl.program_id(0) * each + i
+            i_slot = (i_block // HV).to(tl.int64)
+            i_hv = i_block % HV
+            row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+            n = tl.load(near + i_block).to(tl.int32)
+            if n < L:
+                far_scores(q, e, k, g, beta, sets, Tinv, M, sk, HV, scale, row, L, n, i_hv, K, C, BK, GROUP, DELTA, USE_BETA, IP, IPG, IPT)
