@@ -28,7 +28,7 @@ SERVED_CELLS = served()
 CELLS = tuple(dict.fromkeys(SERVED_CELLS.values()))
 SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
 FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
-# Bytes a thread may keep in memory: (cards, kernel, switches that must be on) -> (bytes, why). Everything else must keep its registers.
+# Bytes a thread may keep in memory: (cards, kernel, switches that must be on or off) -> (bytes, why). All else keeps its registers.
 _GRADIENTS = "the gradients of all streams of a chunk live at once; narrower blocks keep their registers and are slower on an H200"
 _FAR = "gates that forget more than 2^60 in half a chunk: what pairs give on every level is added to everything else"
 _ELSEWHERE = "not measured on such a card"
@@ -36,8 +36,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("NEAR",)): (160, _GRADIENTS),
     (("sm_90",), "grad_key_kernel", ("NEAR", "DELTA")): (1000, _GRADIENTS),
     (("sm_80", "sm_100", "gfx942"), "grad_key_kernel", ("NEAR",)): (256, _ELSEWHERE),
-    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ()): (1400, _FAR),
-    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("DELTA",)): (2700, _FAR),
+    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("not NEAR",)): (1400, _FAR),
+    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("not NEAR", "DELTA")): (2700, _FAR),
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
     (("sm_90",), "grad_kernel", ("DELTA",)): (304, _GRADIENTS),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
@@ -54,7 +54,8 @@ def build(arch: str, *ops: str, **options) -> list[Built]:
 
 def allowed(b: Built) -> int:
     def applies(cards: tuple[str, ...], kernel: str, on: tuple[str, ...]) -> bool:
-        return b.arch in cards and b.kernel == kernel and all(b.switches.get(s) for s in on)
+        fits = (bool(b.switches.get(s.removeprefix("not "))) != s.startswith("not ") for s in on)
+        return b.arch in cards and b.kernel == kernel and all(fits)
 
     return max((n for row, (n, _) in SPILLS.items() if applies(*row)), default=0)
 
