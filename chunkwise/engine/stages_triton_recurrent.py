@@ -28,7 +28,8 @@ class States(NamedTuple):
 
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the states are written where `s` says."""
-    c = config("recurrent_v_first" if s.v_first else "recurrent", p)
+    half = s.last is not None and s.last.element_size() == 2
+    c = config("recurrent_v_first" if s.v_first else "recurrent_half" if half else "recurrent", p)
     erase = x.e if x.a is None else x.a
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
     unused = o = q.new_empty(p.B, p.T, p.HV, p.V)
@@ -39,7 +40,7 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     b, sb = (unused, 0) if x.b is None else rows(x.b)
     first, last = (unused if t is None else t for t in s[:2])
     columns = next((t.shape[1] for t in (s.into, s.slots) if t is not None and t.ndim > 1), 1)
-    run = together(p, c)
+    run = 1 if s.v_first else together(p, c)  # rows are whole lines there
     recurrent_kernel[(p.N * p.HV * -(-p.V // (c.BV * run)),)](
         q, k, v, g, beta, a, b, dense(x.u, unused), dense(raw.A_log, unused), dense(raw.dt_bias, unused),
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,

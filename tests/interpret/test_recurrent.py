@@ -79,14 +79,13 @@ def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
     check_form(streams(gate, rule, reader), gate, rule, states(B))
 
 
-@pytest.mark.parametrize("v_first", [False, True], ids=["keys first", "values first"])
-def test_blocks_of_values_may_be_taken_together(v_first, monkeypatch):
-    x, pool = streams(Gate.KEY, Rule.DELTA), states(B, v_first)
+def test_blocks_of_values_may_be_taken_together(monkeypatch):
+    x, pool = streams(Gate.KEY, Rule.DELTA), states(B)
     other = pool.clone()
-    o = pooled(x, Gate.KEY, Rule.DELTA, pool, v_first=v_first)
+    o = pooled(x, Gate.KEY, Rule.DELTA, pool)
     monkeypatch.setattr(stages_triton_recurrent, "together", lambda *_: 2)
     monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 4, 1, 1))  # 18 values: the third run is half empty
-    assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other, v_first=v_first)) and torch.equal(pool, other)
+    assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other)) and torch.equal(pool, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
