@@ -1,5 +1,8 @@
 """What the modules fuse: norms of sums and of groups, gates, residuals of convolutions, causal_conv1d's conventions, steps on pools."""
 
+import doctest
+from pathlib import Path
+
 import pytest
 import torch
 from nn_agreement import agree
@@ -165,3 +168,9 @@ def test_steps_refuse_by_name(change, says):
 def test_the_convolutions_other_arguments_are_refused_by_name(change, says):
     with pytest.raises(ValueError, match=says):
         causal_conv1d(**{"x": draw(1, 16, 5), "weight": draw(5, 4), **change})
+
+
+def test_the_documents_examples_run():
+    torch.manual_seed(0)
+    failed, tried = doctest.testfile(str(Path(__file__).parents[1] / "docs" / "modules.md"), module_relative=False)
+    assert tried and not failed
