@@ -61,18 +61,22 @@ class Block(GradientCheckpointingLayer):
         first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], or [1, n, D] when packed; floor and first: see `Depth`. Returns x and, for the layers above, first."""
-        state = None
+        state, y = None, None
         layer = None if cache is None else cache.layers[self.layer_idx]
         depth = Depth(floor, first)
         if isinstance(self.attn, Attention):
-            x = x + self.attn(self.attn_norm(x), packing, attention_mask, cache)
+            y = self.attn(self.attn_norm(x), packing, attention_mask, cache)
         elif isinstance(self.attn, Mixer):
             before = layer.state if isinstance(layer, MixerCacheLayer) else None
             y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None, depth=depth)
-            x = x + y
         if isinstance(layer, MixerCacheLayer):
             layer.advance(state, packing.length)
-        return x + self.mlp(self.mlp_norm(x)), depth.first
+        if y is not None and _plain(self.mlp_norm, RMSNorm):
+            y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
+        else:
+            x = x if y is None else x + y
+            y = self.mlp_norm(x)
+        return x + self.mlp(y), depth.first
 
 
 class ChunkwisePreTrainedModel(PreTrainedModel):
@@ -268,7 +272,7 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
         hidden, logits, loss = output.last_hidden_state, None, None
         wanted = self.config.output_logits if output_logits is None else output_logits
-        if labels is None or not _plain(self.lm_head) or (not self.training if wanted is None else wanted):
+        if labels is None or not _plain(self.lm_head, nn.Linear) or (not self.training if wanted is None else wanted):
             logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
         if labels is not None:
             target = _targets(labels, hidden, packing)
@@ -298,10 +302,10 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         return result
 
 
-def _plain(head: nn.Module) -> bool:
-    """Whether the head is its weight and nothing else: no adapter, quantisation, sharding or hook that only calling it would honour."""
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
+def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module is its weight and nothing else: no adapter, quantisation, sharding or hook that only calling it would honour."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
 
 
 def _targets(labels: Tensor, hidden: Tensor, packing: Packing) -> Tensor:
