@@ -149,3 +149,12 @@ def test_nothing_waits_for_the_device_and_everything_compiles():
         torch.cuda.set_sync_debug_mode("default")
     compiled = step(torch.compile(all_of, backend="aot_eager", fullgraph=True))
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_tensors_need_not_be_on_the_current_device():
+    x, w = draw(2, 70, 64), draw(64, 4, seed=1)
+    function = lambda x, w: nn.rms_norm(nn.causal_conv1d(x, w, activation="silu")[0], w[:, 0])
+    with torch.cuda.device(0):
+        near, far = (with_gradients(function, [x, w], device, torch.float32)[0] for device in ("cuda:0", "cuda:1"))
+    assert all(torch.equal(a, b) for a, b in zip(near, far))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ def uses_kernels(x: Tensor) -> bool:
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`."""
+    """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not."""
+
+    def run(*args: Any) -> Any:
+        with torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext():
+            return impl(*args)
+
     name = _LIBRARY.define(schema)
-    _LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"chunkwise::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.chunkwise, name).default
 
