@@ -75,6 +75,35 @@ def plain_linear_attn(layer, p, x, feature=lambda x: F.elu(x) + 1):
     return output(layer, p, x, recurrence(feature(q), feature(k), v), "norm", swish_gate(p, x))
 
 
+def plain_normalized_linear_attn(layer, p, x):
+    q, k, v = project(layer, p, x)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    weights = torch.einsum("thk,shk->hts", q, k).tril() * q.shape[2] ** -0.5
+    o = torch.einsum("hts,shv->thv", weights / weights.sum(-1, keepdim=True), v)
+    return output(layer, p, x, o, "norm", swish_gate(p, x))
+
+
+def turned(x, theta=10000.0):
+    frequency = theta ** (-2 * torch.arange(x.shape[2] // 2, dtype=torch.float64) / x.shape[2])
+    angle = torch.outer(torch.arange(len(x), dtype=torch.float64), frequency)[:, None]
+    y = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([y.real, y.imag], -1).to(x.dtype)
+
+
+def plain_abc(layer, p, x):
+    q, k, v = project(layer, p, x)
+    T, M = len(x), layer.num_slots
+    q, k = turned(q), turned(k)
+    s = spread(F.linear(x, p["s_proj.weight"]).view(T, layer.num_v_heads, M), layer.out_heads)
+    outputs = []
+    for t in range(T):
+        weight = s[: t + 1].softmax(0)  # [t + 1, HV, M]: how much of each slot each token makes up
+        keys, values = torch.einsum("shm,shk->hmk", weight, k[: t + 1]), torch.einsum("shm,shv->hmv", weight, v[: t + 1])
+        read = (torch.einsum("hmk,hk->hm", keys, q[t]) * q.shape[2] ** -0.5).softmax(-1)
+        outputs.append(torch.einsum("hm,hmv->hv", read, values))
+    return output(layer, p, x, torch.stack(outputs), "g_norm", swish_gate(p, x))
+
+
 def plain_retention(layer, p, x, theta=10000.0):
     q, k, v = project(layer, p, x)
     frequency = theta ** (-2 * torch.arange(q.shape[2] // 2, dtype=torch.float64) / q.shape[2])
@@ -284,7 +313,7 @@ SHAPES = {
     "fewer key and value heads": dict(num_heads=6, num_kv_heads=2, expand_k=1.0),
     "three value heads a key head": dict(num_v_heads=6, head_dim=8),
     "without what is there, with what is not": dict(flip=True, conv_bias=True),
-    "groups, three steps, few slots": dict(num_heads=4, num_groups=2, state_size=5, num_householder=3, num_slots=3),
+    "groups, three steps, few slots": dict(num_heads=6, num_groups=2, state_size=5, num_householder=3, num_slots=3),
 }
 OWN = {"num_groups", "num_householder", "num_slots"}
 
