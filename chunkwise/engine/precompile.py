@@ -76,6 +76,7 @@ WAYS = {
     "decoding": Way(False, True, True, 1, pool=True),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
+MANY = 64  # sequences that are decoded together, besides one
 LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
 
 
@@ -166,7 +167,7 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
     x = {n: empty(extent(a, sizes) for a in arg.axes.split()) for n, arg in op.args.items()}
     N = sizes["B"]
     if way.pool:
-        return None if packed else _decode_once(op, x, empty(op.state_shape(sizes, N), torch.float32), sizes)
+        return None if packed else _decode_once(op, x, sizes)
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
@@ -178,15 +179,16 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
             torch.autograd.grad(made, wanted, [torch.empty_like(t) for t in made], allow_unused=True)
 
 
-def _decode_once(op: Op, x: dict[str, Tensor], pool: Tensor, sizes: dict[str, int]) -> None:
-    """One step of a member in a pool of either layout, its streams ready and raw."""
+def _decode_once(op: Op, x: dict[str, Tensor], sizes: dict[str, int]) -> None:
+    """Steps of a member in pools of either layout and type, its streams ready and raw."""
     index = torch.empty(sizes["B"], dtype=torch.int32, device="meta")
     raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
     if "use_gate_in_kernel" in raw:
         heads = x["g"].shape[2:]
         raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}
     with _Hosts():
-        for v_first, options in product((False, True), (raw, {})):
+        for v_first, options, dtype in product((False, True), (raw, {}), (torch.float32, torch.bfloat16)):
+            pool = torch.empty(op.state_shape(sizes, sizes["B"]), dtype=dtype, device="meta")
             decode(op, x, pool.mT.contiguous() if v_first else pool, index, state_v_first=v_first, **options)
 
 
@@ -215,9 +217,9 @@ def _launches(
     """What calls of a member launch under the driver of this process."""
 
     def run() -> None:
-        for way, (T, HV) in product(ways, loads):
-            if HV % group == 0:
-                sizes = {**EXTRA_SIZES, "B": 1, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
+        for way, (T, HV), B in product(ways, loads, (1, MANY)):
+            if HV % group == 0 and (B == 1 or (WAYS[way].tokens and not packed)):
+                sizes = {**EXTRA_SIZES, "B": B, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
                 _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
 
     return hear(run)
