@@ -36,6 +36,8 @@ MODELS = {
     "LinearAttention": dict(num_heads=2, feature_map="elu"),
     "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
     "Comba": dict(num_heads=2, head_dim=4),
+    "GSA": dict(num_heads=2, num_slots=3),
+    "HGRN2": dict(expand_ratio=8),
     "Transformer": dict(num_heads=2, num_kv_heads=1),
     "Transformer, windowed": dict(num_heads=2, window_size=5),
     "GatedDeltaNet, hybrid": dict(num_heads=2, head_dim=4, attn=HYBRID),
@@ -69,6 +71,22 @@ def flash(q, k, v, causal=True, window_size=(-1, -1), **_):
     distance = torch.arange(T)[:, None] - torch.arange(T)
     seen = (distance >= 0) & ((distance <= window_size[0]) if window_size[0] >= 0 else True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+
+def gsa(q, k, v, s, g, scale=None, **_):
+    B, T, H, K = q.shape
+    Hk, Hv, out = torch.zeros(B, H, K, s.shape[-1]), torch.zeros(B, H, s.shape[-1], v.shape[-1]), []
+    for t in range(T):
+        keep = g[:, t].exp()
+        Hk = Hk * keep[..., None, :] + k[:, t, :, :, None] * s[:, t, :, None]
+        Hv = Hv * keep[..., None] + s[:, t, :, :, None] * v[:, t, :, None]
+        weights = (scale * torch.einsum("bhk,bhkm->bhm", q[:, t], Hk)).softmax(-1)
+        out.append(torch.einsum("bhm,bhmv->bhv", weights, Hv))
+    return torch.stack(out, 1), None
+
+
+def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, eps=1e-5, **_):
+    return F.linear(rms(x, norm_weight, eps=eps), linear_weight)
 
 
 def unit(x):
@@ -132,7 +150,7 @@ REPLACED = {
     "chunk_gla": gla, "fused_recurrent_gla": gla, "chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta,
     "chunk_linear_attn": additive, "fused_recurrent_linear_attn": additive, "chunk_retention": retention,
     "fused_recurrent_retention": retention, "chunk_gated_delta_product": product, "chunk_comba": comba, "fused_recurrent_comba": comba,
-    "flash_attn_func": flash,
+    "flash_attn_func": flash, "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu,
 }  # fmt: skip
 
 

@@ -108,9 +108,9 @@ def test_every_configuration_key_changes_something():
         num_v_heads=4, head_dim=4, expand_k=2, expand_v=3.0, use_short_conv=True, conv_size=2, conv_bias=True, feature_map="relu",
         use_gate=False, rope_theta=10.0, gate_low_rank_dim=3, gate_logit_normalizer=2.0, lower_bound=-1.0, allow_neg_eigval=True,
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
-        use_cache=False, output_logits=False, sliding_window=3, attention=dict(num_heads=4), use_lower_bound=False, num_slots=3,
-        num_householder=3,
+        use_cache=False, output_logits=False, sliding_window=3, use_lower_bound=False, num_slots=3, num_householder=3,
         use_forget_gate=False, correction_factor=0.5, normalize_feedback=True, state_size=6, num_groups=2,
+        attention=dict(num_heads=4, head_dim=4), mixer_norm_eps=0.5,
         proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business

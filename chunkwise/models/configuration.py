@@ -37,6 +37,7 @@ class ChunkwiseConfig(PretrainedConfig):
         mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
         hidden_act: activation of the gated feed-forward layers.
+        mixer_norm_eps: of the norms inside the mixers, where it is not norm_eps.
         norm_eps, initializer_range, tie_word_embeddings, use_cache: as everywhere in transformers.
         output_logits: return logits beside a loss too; None: not in training, where the loss then never stores them all.
 
@@ -90,6 +91,7 @@ class ChunkwiseConfig(PretrainedConfig):
     intermediate_size: int | None = None
     hidden_act: str = "silu"
     norm_eps: float = 1e-6
+    mixer_norm_eps: float | None = None
     initializer_range: float = 0.02
     use_cache: bool = True
     output_logits: bool | None = None
@@ -127,7 +129,7 @@ class ChunkwiseConfig(PretrainedConfig):
 
     def mixer_options(self, name: str) -> dict[str, Any]:
         """The keyword arguments of the mixer `name`: the fields that it takes, where they are given."""
-        own = {"mode": self.mode, "norm_eps": self.norm_eps}
+        own = {"mode": self.mode, "norm_eps": self.norm_eps if self.mixer_norm_eps is None else self.mixer_norm_eps}
         taken = set(mixer_class(name).options())
         return {n: own.get(n, getattr(self, n)) for n in taken if own.get(n, getattr(self, n)) is not None}
 

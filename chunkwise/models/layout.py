@@ -106,7 +106,8 @@ class Layout:
             if not known and getattr(config, name) is not None and getattr(config, name) != _own_default(config, name):
                 raise ValueError(f"{self}: config.json has no field for {name} = {getattr(config, name)!r}")
         for name, value in self.ours.items():
-            if getattr(config, name) not in (None, value):
+            given = config.norm_eps if name == "mixer_norm_eps" and config.mixer_norm_eps is None else getattr(config, name)
+            if given not in (None, value):
                 raise ValueError(f"{self}: {name} must be {value!r}, got {getattr(config, name)!r}")
         return result | self.deduce(config)
 

@@ -28,6 +28,7 @@ ACT = {"hidden_act": {"swish": "silu", "silu": "silu"}}
 CONV = {"use_short_conv": "use_short_conv", "conv_size": "conv_size"}
 SAME = {"num_heads": "num_heads", "norm_eps": "norm_eps", "hidden_ratio": "hidden_ratio"}
 WIDE = {**SAME, "expand_k": "expand_k", "expand_v": "expand_v"}
+INNER = {"use_gate": False, "mixer_norm_eps": 1e-5}  # of the last norm of these layers, whatever norm_eps is
 HEADED = {**SAME, **CONV, "head_dim": "head_dim", "expand_v": "expand_v"}
 
 
@@ -38,6 +39,11 @@ def _arrange(given: Fields, mixer: str) -> Fields:
     if given.get("window_size") is not None:  # the Transformer's
         given |= {"mixer": SLIDING, "sliding_window": given["window_size"]}
     given.pop("window_size", None)
+    if mixer == "hgrn2":
+        heads, ratio = given["num_heads"], given.pop("expand_ratio")
+        heads = heads or given["hidden_size"] // ratio
+        ratio = ratio or given["hidden_size"] // heads
+        given |= {"num_heads": heads, "head_dim": ratio, "expand_v": given["hidden_size"] / heads / ratio}
     specs = given.pop("attn", None)
     if specs:
         given |= _hybrid([specs] if isinstance(specs, dict) else specs, mixer, given)
@@ -91,6 +97,14 @@ def _heads(config: ChunkwiseConfig) -> Fields:
     """fla's expand_v counts from head_dim, the key size."""
     K, V = head_sizes(config)
     return {"head_dim": K, "expand_v": V / K, **_mlp(config)}
+
+
+def _hgrn2(config: ChunkwiseConfig) -> Fields:
+    """fla's expand_ratio is the key size; its values are hidden_size wide."""
+    K, V = head_sizes(config)
+    if V * config.num_heads != config.hidden_size:
+        raise ValueError(f"hgrn2: values must be hidden_size = {config.hidden_size} wide, got {V * config.num_heads}")
+    return {"expand_ratio": K, "use_lower_bound": config.use_lower_bound is not False, **_mlp(config)}
 
 
 def _kda(config: ChunkwiseConfig) -> Fields:
@@ -169,6 +183,15 @@ LAYOUTS = (
             defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_output_gate=True, use_short_conv=True,
                           conv_size=4, correction_factor=1.0),
             fixed={**PLAIN, "use_output_correction": (True,), "use_inner_decay": (True,)}, ours={"normalize_feedback": True}),
+    _layout("gsa", "GSA", "gsa",
+            {**WIDE, **CONV, **GROUPED, "num_slots": "num_slots", "gate_logit_normalizer": "gate_logit_normalizer"},
+            defaults=dict(expand_k=1, expand_v=1, num_heads=4, num_slots=64, gate_logit_normalizer=8, use_short_conv=False, conv_size=4,
+                          feature_map="swish"),
+            fixed={**AFFINE, "clamp_min": (None,), "clamp_max": (None,), "use_output_gate": (False,), "use_norm": (True,)},
+            ours=INNER, values={"feature_map": {"swish": "silu", "silu": "silu", "relu": "relu"}}),
+    _layout("hgrn2", "HGRN2", "hgrn2", {**HEADED, "use_lower_bound": "use_lower_bound"},
+            defaults=dict(num_heads=None, expand_ratio=128, use_short_conv=False, conv_size=4, use_lower_bound=True),
+            fixed=AFFINE, ours=INNER, deduce=_hgrn2),
     _layout("transformer", "Transformer", FULL, {**SAME, "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
             defaults=dict(num_heads=32, rope_theta=10000.0),
             fixed={**AFFINE, "qkv_bias": (False,), "qk_norm": (False,)}),
