@@ -96,13 +96,15 @@ def test_pool_rows_are_updated_by_index():
     "call, said",
     [
         (lambda x, w: causal_conv1d_fn(x[0], w), r"x must be \[B, D, T\]"),
-        (lambda x, w: causal_conv1d_fn(x, w, seq_idx=torch.zeros(B, 3)), r"seq_idx must be \[B, T\] = \[2, 17\], got \[2, 3\]"),
-        (lambda x, w: causal_conv1d_fn(x, w, seq_idx=torch.zeros(B, T), return_final_states=True), "no return_final_states"),
-        (lambda x, w: causal_conv1d_update(x, torch.zeros(B, D, 2), w), r"L >= W - 1 = 3"),
+        (lambda x, w: causal_conv1d_fn(x, w, seq_idx=torch.zeros(B, 3).int()), r"seq_idx must be \[B, T\] = \[2, 17\]"),
+        (lambda x, w: causal_conv1d_fn(x, w, seq_idx=torch.zeros(B, T).int(), return_final_states=True), "no states beside it"),
+        (lambda x, w: causal_conv1d_update(x, torch.zeros(B, D, 2), w), r">= W - 1 = 3"),
         (lambda x, w: causal_conv1d_update(x, torch.zeros(B, D, 4), w, cache_seqlens=torch.zeros(B)), "cache_seqlens"),
         (lambda x, w: module.causal_conv1d(x, w, cp_context=object()), "context parallelism"),
         (lambda x, w: module.FusedRMSNormGated(4, activation="relu"), "swish"),
         (lambda x, w: module.fused_kda_gate(x), "A_log"),
+        (lambda x, w: module.FusedCrossEntropyLoss(return_z_loss=True), "return_z_loss"),
+        (lambda x, w: module.FusedLinearCrossEntropyLoss(use_l2warp=True), "use_l2warp"),
         (lambda x, w: index.unpad_input(x, (x,), torch.ones(B, D), 3), "q_len must be 6"),
     ],
 )  # fmt: skip
@@ -148,6 +150,17 @@ def test_norms_of_fla():
     torch.testing.assert_close(half, norm(x.bfloat16().float(), g.bfloat16().float()).bfloat16())
     assert module.RMSNorm(D, elementwise_affine=False).weight is None
     right(module.l2norm(x), lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), x)
+
+
+def test_losses_of_fla():
+    x, weight, target = torch.randn(7, D), torch.randn(9, D), torch.tensor([0, 3, -100, 8, 2, 2, 5])
+    want = F.cross_entropy(x @ weight.t(), target, label_smoothing=0.1)
+    torch.testing.assert_close(module.FusedLinearCrossEntropyLoss(label_smoothing=0.1)(x, target, weight), want)
+    torch.testing.assert_close(module.FusedCrossEntropyLoss(label_smoothing=0.1)(x @ weight.t(), target), want)
+    capped = 5 * torch.tanh(x @ weight.t() / 5)
+    got = module.FusedCrossEntropyLoss(reduction="sum", logit_softcapping=5.0, lse_square_scale=0.1)(x @ weight.t(), target)
+    real = target >= 0
+    torch.testing.assert_close(got, F.cross_entropy(capped, target, reduction="sum") + 0.1 * capped.logsumexp(-1)[real].square().sum())
 
 
 def test_kda_gate_takes_its_newer_and_older_signature():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.prologue import activate_gate
-from ..nn import conv, norm
+from ..nn import conv, loss, norm
 from ..nn.activation import activation as activation_named
 from ..nn.norm import wide
 
@@ -34,19 +34,13 @@ def _add(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> Tensor:
     return (wide(x) + wide(residual)).to(torch.float32 if residual_in_fp32 else residual.dtype)
 
 
-def _rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    z = wide(x)
-    y = nn.functional.rms_norm(z, z.shape[-1:], None if weight is None else weight.to(z.dtype), eps)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
 def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None, eps: float = 1e-5, prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """x / rms(x) * weight + bias over the last axis of x + residual, in x's dtype; with prenorm also that sum."""
     total = _add(x, residual, residual_in_fp32)
-    y = _rms(total, weight, bias, eps).to(x.dtype)
+    y = norm.rms_norm(total, weight, bias, eps=eps).to(x.dtype)
     return (y, total) if prenorm else y
 
 
@@ -56,7 +50,7 @@ def rms_norm_gated(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`rms_norm` times act(g), rounded once."""
     total = _add(x, residual, residual_in_fp32)
-    y = (_rms(total, weight, bias, eps) * activation_named(activation)(wide(g))).to(x.dtype)
+    y = norm.rms_norm(total, weight, bias, eps=eps, gate=g, activation=activation).to(x.dtype)
     return (y, total) if prenorm else y
 
 
@@ -130,8 +124,7 @@ def causal_conv1d(
     if output_final_state:  # one more tap, of weight zero, so that the state is one input longer
         weight = nn.functional.pad(weight, (1, 0))
         before = initial_state
-    y, state = conv.causal_conv1d(x, weight, bias, before, output_final_state, activation, cu_seqlens)
-    return (y if residual is None else y + residual), state
+    return conv.causal_conv1d(x, weight, bias, before, output_final_state, activation, cu_seqlens, residual=residual)
 
 
 def causal_conv1d_update(
@@ -145,9 +138,8 @@ def causal_conv1d_update(
     """One token a sequence: x [B, 1, D] or [1, N, D]; cache [N, D, W] moves on in place. Returns (y in x's shape, cache)."""
     if weight is None:
         raise ValueError("causal_conv1d_update: weight must be [D, W], got None")
-    y, moved = causal_conv1d(x.reshape(cache.shape[0], 1, -1), weight, bias, None, cache, True, activation)
-    cache.copy_(moved)  # type: ignore[arg-type]
-    y = y.reshape(x.shape)
+    with torch.no_grad():
+        y = conv.causal_conv1d_update(x.reshape(cache.shape[0], -1), cache, weight, bias, activation).view(x.shape)
     return (y if residual is None else y + residual), cache
 
 
@@ -181,14 +173,56 @@ class ShortConvolution(nn.Conv1d):
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
         N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        y, state = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens)
-        if state is not None and cache is not None and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] == N:
-            state = cache.copy_(state)
-        return y, state
+        if cache is not None and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] == N:
+            y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
+            return y, cache if output_final_state else None
+        return causal_conv1d(x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens)
 
     @property
     def state_size(self) -> int:
         return self.hidden_size * self.kernel_size[0]
+
+
+class FusedCrossEntropyLoss(nn.Module):
+    """`chunkwise.nn.loss.cross_entropy` as a module. inplace_backward changes nothing here. Raises ValueError for return_z_loss."""
+
+    def __init__(
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0, logit_softcapping: float | None = None, inplace_backward: bool = False, process_group: Any = None,
+        return_z_loss: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        if return_z_loss:
+            raise ValueError("FusedCrossEntropyLoss: return_z_loss: the z-loss is part of the loss, and not returned beside it")
+        self.options: dict[str, Any] = dict(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, scale=logit_scale, z_loss=lse_square_scale,
+            softcap=logit_softcapping or 0.0, process_group=process_group,
+        )  # fmt: skip
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return loss.cross_entropy(input, target, **self.options)
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """`chunkwise.nn.loss.linear_cross_entropy` as a module: the logits are never stored. num_chunks and accumulate_grad_in_fp32 change
+    nothing here. Raises ValueError for use_l2warp.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0, logit_softcapping: float | None = None,
+        num_chunks: int = 8, reduction: str = "mean", use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
+        accumulate_grad_in_fp32: bool = True, process_group: Any = None,
+    ):  # fmt: skip
+        super().__init__()
+        if use_l2warp:
+            raise ValueError("FusedLinearCrossEntropyLoss: use_l2warp: chunkwise has no such penalty")
+        self.options: dict[str, Any] = dict(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, scale=logit_scale,
+            softcap=logit_softcapping or 0.0, process_group=process_group,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return loss.linear_cross_entropy(x, weight, target, bias, **self.options)
 
 
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:

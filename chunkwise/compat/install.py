@@ -28,6 +28,8 @@ MODULES: dict[str, tuple[str, ...]] = {  # names of fla_module -> where fla has 
     "ShortConvolution": ("modules", "modules.convolution", "modules.conv", "modules.conv.short_conv", "modules.causal_conv1d"),
     "causal_conv1d": ("modules.convolution", "modules.conv", "modules.conv.causal_conv1d", "modules.causal_conv1d"),
     "causal_conv1d_update": ("modules.convolution", "modules.conv", "modules.conv.triton.ops", "modules.causal_conv1d"),
+    "FusedCrossEntropyLoss": ("modules", "modules.fused_cross_entropy"),
+    "FusedLinearCrossEntropyLoss": ("modules", "modules.fused_linear_cross_entropy"),
     "fused_kda_gate": ("ops.kda.gate",),
     "fused_gdn_gate": ("ops.gated_delta_rule.gate",),
 }
