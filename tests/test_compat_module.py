@@ -1,6 +1,8 @@
 """causal_conv1d's functions and fla's modules against what they are defined to compute."""
 
 import doctest
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,5 +201,6 @@ def test_the_documented_surface_is_the_one_installed():
 
 def test_examples_of_the_documentation_run():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    failed, tried = doctest.testfile(str(DOCS), module_relative=False)
-    assert tried > 10 and not failed
+    assert len(doctest.DocTestParser().get_examples(DOCS.read_text())) > 10
+    page = [sys.executable, "-m", "doctest", str(DOCS)]  # a process of its own: what is patched depends on what is imported
+    assert subprocess.run(page, capture_output=True, text=True, timeout=300).stdout == ""
