@@ -114,3 +114,8 @@ def test_examples_in_docstrings_run():
         assert not result.failed, module.name
         tried += result.attempted
     assert tried
+
+
+def test_readme_example_says_what_happens():
+    failed, tried = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+    assert tried > 5 and failed == 0
