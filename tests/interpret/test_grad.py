@@ -30,7 +30,7 @@ def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: tor
     """What the two scans leave to the gradient stage, made by the torch stages in float64."""
     plan = chunk.prepare(posed(double(x), p.gate, p.rule, C=p.C, cu=p.cu_seqlens), double(x))
     to = plan.c.layout
-    ahead = plan.states(S0.double(), keep=True, read_out=False)
+    ahead = plan.states(S0.double(), keep=True, query=False)
     back = plan.gradients(dST.double(), to.split(do.double(), torch.float64))
     join = lambda t: None if t is None else to.join(t, p.dtype)
     return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(back.X))
