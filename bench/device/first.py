@@ -51,7 +51,7 @@ SWEEP = {
     "inverse": [Config(128, 0, w, 1) for w in (1, 2, 4, 8)],
     **{f"state_pass{s}": STATE for s in ("", "_states", "_reverse")},
     "grad": [Config(*b, *c) for b in GRAD_BLOCKS for c in GRAD_LAUNCHES],
-    "grad_key": [Config(bk, bv, w, s) for bk, bv in ((32, 64), (64, 32), (64, 64), (32, 128)) for w, s in GRAD_LAUNCHES],
+    "grad_key": [Config(bk, bv, w, s) for bk, bv in ((64, 32), (64, 64), (128, 64)) for w, s in GRAD_LAUNCHES],
     "score": [Config(bk, 0, w, 1) for bk in (32, 64, 128) for w in (4, 8)],
 }
 RULES = dict(tune.RULES)

@@ -149,7 +149,7 @@ def _grad_blocks(p: Problem) -> Config:
 
 
 def _channels(p: Problem) -> int:
-    """Channels a block of the kernels of gates per key: as many as stay in registers; fewer than 64, see kernels/grad_key.py."""
+    """Channels a block of the scores of gates out of reach: as many as stay in registers."""
     wide = p.C == 64 and p.rule is Rule.ADD and card().arch.startswith("sm_")
     return min(32 if wide else 16, padded(p.K))
 
