@@ -98,6 +98,14 @@ def divmod_or_die(a: int, b: int) -> tuple[int, int]:
     return divmod(a, b)
 
 
+def test_command_builds_the_modules_too(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(module, "precompile", lambda *a, **k: [])
+    monkeypatch.setattr(module, "build", lambda arch, listen, calls, *rest: asked.append((arch, listen.__module__, calls)) or [])
+    assert call("precompile", "--modules", "2048,128,32000", "--dtype", "float16") == 0
+    assert asked == [("sm_90", "chunkwise.nn.launch.sample", [("float16", 2048, 128, 32000)])]
+
+
 def test_command_lists_what_it_built(cache, capsys):
     assert call("precompile", "--op", "linear_attn", "--head", "16,16", "--way", "training", "--chunk", 16, "--jobs", 1) == 0
     out = capsys.readouterr().out
@@ -109,6 +117,8 @@ REFUSALS = {
     "member": ("--op nothing", "ops must be among"),
     "dtype": ("--dtype float64", "dtypes must be among bfloat16"),
     "head": ("--head 128", "--head must be K,V"),
+    "modules": ("--modules 2048,128", "--modules must be D,K,V"),
+    "no width": ("--modules 0,128,100", "--modules must be at least 1"),
     "no channels": ("--head 0,16", "sizes must be at least 1"),
     "group": ("--group 0", "groups must be at least 1"),
     "way": ("--way sideways", "ways must be among training"),

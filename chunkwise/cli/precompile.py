@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ def precompile(
     way: Annotated[list[str] | None, typer.Option(help="training, prefill, ...; again for more. [default: all]")] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk: 16, 32 or 64.")] = 64,
     precision: Annotated[str, typer.Option(help="Of float32 products: ieee or tf32.")] = "ieee",
+    modules: Annotated[str | None, typer.Option(help="D,K,V: convolutions, norms, loss of that width, head, vocabulary too.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
 ) -> None:
     """Build every kernel that calls would launch on a card, into Triton's cache (TRITON_CACHE_DIR). Needs no GPU."""
@@ -28,11 +30,15 @@ def precompile(
     from rich.table import Table
 
     from chunkwise.engine.precompile import WAYS, Built
+    from chunkwise.engine.precompile import build as build_calls
     from chunkwise.engine.precompile import precompile as build
 
     if jobs < 0:
         raise Refusal(f"--jobs must be at least 0, got {jobs}")
     sizes = [_pair(h) for h in head or ["128,128"]]
+    width = None if modules is None else _numbers("--modules", "D,K,V such as 2048,128,32000", modules, 3)
+    if width is not None and min(width) < 1:
+        raise Refusal(f"--modules must be at least 1 each, got {modules!r}")
     console = Console(highlight=False)
     start, count = time.perf_counter(), 0
 
@@ -48,6 +54,12 @@ def precompile(
                 arch, op, dtypes=dtype or ("bfloat16",), sizes=sizes, groups=group or (1,), ways=way or tuple(WAYS), chunk_size=chunk,
                 precision=precision, jobs=jobs or None, heard=heard,
             )  # fmt: skip
+        if width is not None:
+            from chunkwise.nn.launch.sample import launches
+
+            calls = [(name, *width) for name in dtype or ("bfloat16",)]
+            with refusing(ValueError, RuntimeError):
+                made += build_calls(arch, launches, calls, jobs or os.cpu_count() or 1, heard)
     table = Table("kernel", "dtype", "switches", box=None, header_style="bold")
     for name in ("warps", "stages", "registers", "spills", "shared", "seconds"):
         table.add_column(name, justify="right")
@@ -64,11 +76,15 @@ def precompile(
 
 
 def _pair(text: str) -> tuple[int, int]:
-    try:
-        K, V = map(int, text.split(","))
-    except ValueError:
-        raise Refusal(f"--head must be K,V such as 128,128, got {text!r}") from None
+    K, V = _numbers("--head", "K,V such as 128,128", text, 2)
     return K, V
+
+
+def _numbers(option: str, wanted: str, text: str, count: int) -> list[int]:
+    parts = text.split(",")
+    if len(parts) != count or not all(p.strip().isdecimal() for p in parts):
+        raise Refusal(f"{option} must be {wanted}, got {text!r}")
+    return [int(p) for p in parts]
 
 
 def _dtype(b: Any) -> str:
