@@ -21,7 +21,7 @@ from chunkwise.bench.count import Ceiling, count, floor
 from chunkwise.bench.measure import OURS, Bench, TookTooLong, limit, select
 from chunkwise.bench.proof import part, solve
 from chunkwise.bench.record import append, load
-from chunkwise.bench.turn import tune_in_turns, turn
+from chunkwise.bench.turn import build_side_by_side, tune_in_turns, turn
 from chunkwise.cli import main
 from chunkwise.spec import all_ops
 
@@ -314,6 +314,27 @@ def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch
     tuner = Autotuner.__new__(Autotuner)
     assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
     assert held == [False, True]
+
+
+def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    class Kernel:
+        def run(self, *args, warmup, BLOCK, **kwargs):
+            built.append((args, warmup, BLOCK))
+            if BLOCK == 64:
+                raise RuntimeError("too large for the device")
+
+    built, candidates = [], [Config(dict(BLOCK=b)) for b in (16, 32, 64)]
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
+    for _ in range(2):  # asked twice, they are built once
+        build_side_by_side()
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn, tuner.nargs = Kernel(), dict(x=7)
+    assert tuner.prune_configs(dict(grid=(1,), warmup=False)) == candidates
+    assert sorted(built) == [((7,), True, b) for b in (16, 32, 64)]
 
 
 def test_a_first_call_that_takes_too_long_is_given_up():

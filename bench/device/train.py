@@ -16,7 +16,6 @@ import pathlib
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -24,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
+from chunkwise.bench.turn import build_side_by_side
 from chunkwise.data.mix import mix
 from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
 
@@ -59,38 +59,13 @@ def ours(a: argparse.Namespace) -> Any:
     return ChunkwiseForCausalLM(config).to(DEVICE)
 
 
-def compile_side_by_side(threads: int = 12) -> None:
-    """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
-    chooses as it always does."""
-    from triton.runtime.autotuner import Autotuner
-
-    if hasattr(Autotuner, "_one_by_one"):
-        return
-    Autotuner._one_by_one = Autotuner.prune_configs
-
-    def prune(self: Any, kwargs: dict[str, Any]) -> Any:
-        configs = list(self._one_by_one(kwargs))
-
-        def build(config: Any) -> None:
-            try:
-                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
-            except Exception:  # too large for the card: the autotuner will see that too
-                pass
-
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(build, configs))
-        return configs
-
-    Autotuner.prune_configs = prune
-
-
 def theirs(a: argparse.Namespace) -> Any:
     import fla.ops.common.chunk_o
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
     # Its guard refuses the gated backward on Triton 3.4.0 to 3.7.0 (fla #640). For timing it is off; the proof says if the result is right.
     fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True
-    compile_side_by_side()
+    build_side_by_side()
     config = GatedDeltaNetConfig(
         hidden_size=a.width, num_hidden_layers=a.layers, num_heads=a.heads, head_dim=a.head, expand_v=1.0, intermediate_size=a.inner,
         vocab_size=a.vocab, use_cache=False, norm_eps=1e-6, fuse_linear_cross_entropy=a.fused_head, fuse_cross_entropy=not a.fused_head,

@@ -23,7 +23,7 @@ from .count import ceiling, count, floor
 from .peer import Work
 from .proof import Proof, detached, part, prove
 from .record import surroundings
-from .turn import tune_in_turns, turn
+from .turn import build_side_by_side, tune_in_turns, turn
 
 OURS = "chunkwise"
 BUDGET = {"cuda": 1.0, "cpu": 20.0}  # seconds of timing a case and pass
@@ -149,6 +149,7 @@ class Bench:
         """A row for every side and pass, as they are done. Warming up may go on beside other processes, proving and timing not."""
         c = self.c
         if self.lock is not None and self.device.type == "cuda":
+            build_side_by_side()
             tune_in_turns(self.lock.with_name(self.lock.name + ".tune"))
         with turn(self.lock, alone=False):
             x = draw(c, self.device)

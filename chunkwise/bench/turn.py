@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -35,3 +37,29 @@ def tune_in_turns(lock: Path) -> None:
         return timed
 
     Autotuner.do_bench = property(bench)
+
+
+def build_side_by_side(threads: int = 8) -> None:
+    """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
+    chooses as it always does."""
+    from triton.runtime.autotuner import Autotuner
+
+    one_by_one = Autotuner.prune_configs
+    if getattr(one_by_one, "side_by_side", False):
+        return
+
+    def prune(self: Autotuner, kwargs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        configs = one_by_one(self, kwargs, *rest, **named)
+
+        def build(config: Any) -> None:
+            try:
+                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+            except Exception:  # too large for the device: the autotuner will see that too
+                pass
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(build, configs))
+        return configs
+
+    prune.side_by_side = True  # type: ignore[attr-defined]
+    Autotuner.prune_configs = prune
