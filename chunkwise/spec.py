@@ -74,7 +74,7 @@ class PlainOptions(TypedDict, total=False):
     cu_seqlens: Tensor | None  # [N + 1] int32 or int64: offsets of sequences packed into one row (B = 1)
     cu_seqlens_cpu: Tensor | None  # the same on the CPU: spares a device-to-host copy where one would be needed
     state_v_first: bool  # states are [N, HV, V, K]
-    chunk_size: int  # 16, 32 or 64
+    chunk_size: int  # 16, 32 or 64, of the algorithm, never of the function: on a CPU forward passes over large states take shorter ones
     precision: str  # float32 products on a GPU: "ieee" or "tf32"
     backend: str  # "auto", "torch" or "triton"
     form: str  # a Form; only on the short names
