@@ -248,7 +248,8 @@ def together(p: Problem, c: Config) -> int:
     How many changes no bit: every block is computed alike.
     """
     blocks = -(-p.V // c.BV)
-    return 2 if blocks > 1 and p.N * p.HV * blocks * c.num_warps >= 24 * MULTIPROCESSORS else 1
+    many = p.N * p.HV * blocks * c.num_warps >= 24 * MULTIPROCESSORS
+    return 2 if blocks > 1 and many and card().arch == "sm_90" else 1  # elsewhere unmeasured, and dplr spills on sm_100
 
 
 def split(p: Problem) -> Cut:
