@@ -34,6 +34,8 @@ SLOW = (
     r"test_scan_keeps\w+\[.*(none|head)",
     r"test_pieces_in_sixteen_bits_and_odd_sizes\[pointers",
     r"test_gradients_of_a_ragged_sequence",
+    r"test_the_form_and_the_step\w+\[(delta_rule|gla|hgrn2|linear_attn|simple_gla|gated_delta_rule)",
+    r"test_every_cell_is_the_torch_recurrence\[(none|head|value) (add|delta)\]",
 )
 
 
