@@ -113,6 +113,9 @@ def side(a) -> None:
     else:
         import fla  # noqa: F401
 
+        from chunkwise.bench.turn import build_side_by_side
+
+        build_side_by_side()
         if a.side == "fla+conv":  # causal_conv1d ours, fla theirs
             shims = install_as_fla(replace=True)
             ours = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
