@@ -20,7 +20,7 @@ def served() -> dict[tuple, str]:
         made = passes(op, T=256, device="cuda", dtype=torch.bfloat16, grad=True)
         if all(choice.backend == "triton" for _, choice in made):
             for cell, _ in made:
-                found.setdefault((cell.gate, cell.rule, cell.bonus, cell.erase), op.name)
+                found.setdefault((cell.gate, cell.rule, cell.bonus, cell.erase, cell.before), op.name)
     return found
 
 

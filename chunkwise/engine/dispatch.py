@@ -43,7 +43,8 @@ class Cell(NamedTuple):
     K: int
     C: int
     bonus: bool = False
-    erase: bool = False
+    erase: bool = False  # delta: a key of its own erases, after the token forgets
+    before: bool = False  # delta: before it forgets
 
 
 def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
@@ -58,10 +59,11 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
         return None if cell.K <= RECURRENT_WIDEST else f"none for K={cell.K} above {RECURRENT_WIDEST} in this version"
-    if cell.rule is Rule.DPLR or cell.gate is Gate.VALUE:
-        return f"none for rule {cell.rule.value!r} with gate {cell.gate.value!r} in this version"
-    if cell.bonus or cell.erase:
-        return "none for a bonus or an erase key of its own in this version"
+    alone = cell.rule is Rule.DPLR or cell.bonus
+    if cell.gate is Gate.VALUE or alone and cell.gate not in (Gate.NONE, Gate.KEY):
+        return f"none for rule {cell.rule.value!r}{' and a bonus' if cell.bonus else ''} with gate {cell.gate.value!r} in this version"
+    if cell.before:
+        return "none for an erase key that reads before the token forgets in this version"
     if cell.K > WIDEST:
         return f"none for K={cell.K} above {WIDEST} in this version"
     return None

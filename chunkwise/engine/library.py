@@ -99,7 +99,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan, chunk = switches[4], switches[5]
     saved: tuple[int, ...] = (0,)
     if save and plan == "triton":
-        n = PLANS[plan]().kept(switches[2], switches[3])
+        n = PLANS[plan]().kept(switches[2], switches[3], x.u is not None)
         return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk)) if n else (0,))
     if save and plan == "chunk":
         saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)

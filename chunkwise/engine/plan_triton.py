@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,13 +30,22 @@ def initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
     return S.to(torch.float32, copy=True)
 
 
-def kept(gate: str, rule: str) -> int:
+def kept(gate: str, rule: str, bonus: bool) -> int:
     """How many [B, T, HV, C] the forward pass leaves to the backward: scores under gates per key, the delta rule's inverse."""
-    return (gate == Gate.KEY) + (rule == Rule.DELTA)
+    return 0 if _is_affine(rule, bonus) else (gate == Gate.KEY) + (rule == Rule.DELTA)
+
+
+def _is_affine(rule: str, bonus: bool) -> bool:
+    """Whether the affine stage serves the rule."""
+    return rule == Rule.DPLR or bonus
 
 
 def scores_of(p: Problem, x: Streams, at: stages.Index, saved: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
     """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan."""
+    if _is_affine(p.rule, p.bonus):
+        from .stages_triton_affine import affine
+
+        return None, affine(p, x, at)[0]
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
 
@@ -49,13 +59,22 @@ def _inverse(p: Problem, saved: Tensor | None) -> Tensor | None:
     return saved[-1] if saved is not None and p.rule is Rule.DELTA else None
 
 
+def _spread(p: Problem, x: Streams) -> tuple[Problem, Streams]:
+    """Keys of their own for every value head where only the erase key has them: a kernel reads k and e at one place."""
+    if x.e is None or x.e.shape[2] == p.H:
+        return p, x
+    n = p.HV // p.H
+    return replace(p, H=p.HV), x._replace(q=x.q.repeat_interleave(n, 2), k=x.k.repeat_interleave(n, 2))
+
+
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, what to save if `save`."""
     if p.T == 0 or p.N == 0:
-        n = kept(p.gate, p.rule) if save else 0
+        n = kept(p.gate, p.rule, p.bonus) if save else 0
         saved = torch.empty(n, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if n else None
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, saved
     with on_device(x.q):
+        p, x = _spread(p, x)
         at = stages.index(p)
         saved, decayed = scores_of(p, x, at, None)
         made = stages.state_pass(p, x, at, S0, T=_inverse(p, saved), decayed=decayed, final=final, output=True)
@@ -72,12 +91,21 @@ def backward(
         zeros = Streams._make(None if t is None else torch.zeros_like(t) for t in x)
         return zeros, None if S0 is None else initial(p, dST, x.q.device)
     with on_device(x.q):
-        at = stages.index(p)
-        if saved is None:
-            saved, _ = scores_of(p, x, at, None)
-        saved, decayed = scores_of(p, x, at, saved)
+        H, (p, x) = p.H, _spread(p, x)
+        at, apart = stages.index(p), None
+        decayed: stages.Decayed | None
+        if _is_affine(p.rule, p.bonus):
+            from .stages_triton_affine import affine
+
+            decayed, apart = affine(p, x, at, keep=True)
+        else:
+            if saved is None:
+                saved, _ = scores_of(p, x, at, None)
+            saved, decayed = scores_of(p, x, at, saved)
         T = _inverse(p, saved)
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
         back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
-        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed)
+        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed, apart=apart)
+        if p.H != H:
+            d = d._replace(q=given(d.q).unflatten(2, (H, -1)).sum(3), k=given(d.k).unflatten(2, (H, -1)).sum(3))
     return d, back.ST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +22,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def given(t: Tensor | None) -> Tensor:
-    """A tensor that the rule, or an earlier stage, must have provided."""
+Some = TypeVar("Some")
+
+
+def given(t: Some | None) -> Some:
+    """What the rule, or an earlier stage, must have provided."""
     if t is None:
         raise ValueError("chunkwise engine: a tensor is missing that this rule's stages hand on")
     return t

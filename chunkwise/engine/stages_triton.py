@@ -118,14 +118,15 @@ def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
 
 
 class Decayed(NamedTuple):
-    """What the state pass reads in place of q, k and g where gates are per key: made by the score stage."""
+    """What the state pass reads in place of q, k and g: made by the score stage where gates are per key, or by the affine stage (dplr)."""
 
-    M: Tensor  # [B, T, HV, C] scale M_qk
-    qd: Tensor  # [B, T, HV, K] scale q e^G
-    kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases
-    kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
+    M: Tensor  # [B, T, HV, C] scale M_qk; affine: M
+    qd: Tensor  # [B, T, HV, K] scale q e^G; affine: q~
+    kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases; affine: w~
+    kr: Tensor  # [B, T, HV, K] k e^(G_C - G); affine: k~
     decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
     near: Tensor | None  # for the gradients: [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
+    w: Tensor | None = None  # affine: [B, T, HV, K] b
 
 
 class Scan(NamedTuple):
@@ -144,14 +145,14 @@ def state_pass(
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
-    decayed (gates per key): of the score stage, in place of q, k and g.
+    decayed: of the score or the affine stage, in place of q, k and g.
     Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
     (with `last` also the last piece's, which a gradient of the last state needs); where there are none they are made.
     """
     by = split(p) if can_carry(p) else WHOLE
     if by == WHOLE:
         return scan(p, x, at, S0, T=T, decayed=decayed, do=do, final=final, output=output, store=store)
-    reverse, delta, most = do is not None, p.rule is Rule.DELTA, by.pieces * by.finer
+    reverse, delta, most = do is not None, p.rule is not Rule.ADD, by.pieces * by.finer
     run = most - by.finer
     need = most if last or (reverse and S0 is not None) else most - 1  # maps; in reverse an empty state meets the last one
     found = None
@@ -174,45 +175,49 @@ def scan(
     ends: only find what so many pieces of each sequence make of any first state; S0 then only says whether there is one at all.
     """
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
+    low_rank = p.rule is Rule.DPLR
     v, sv = rows(x.v if do is None else do)
     unused, device = v, v.device
     if decayed is None:
         (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
         M = decay = unused
+        w = k
     else:
-        M, q, kd, k, decay, _ = decayed
-        e, sk = k if kd is None else kd, p.HV * p.K
+        M, q, kd, k, decay, _, b = decayed
+        e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
     run = ends or cut.pieces
     kind = "ends" if ends else "reverse" if reverse else "" if output else "states"
     c = config("_".join(("state_pass", kind)).rstrip("_"), p if run == 1 else replace(p, N=p.N * run))
     heads = (p.B, p.T, p.HV, p.V)
     made = Scan(
         torch.empty(heads, dtype=p.dtype, device=device) if output else None,
-        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or reverse) else None,
+        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or low_rank or reverse) else None,
         torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
         torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
     )
     blocks = -(-p.V // c.BV)
     if ends:
-        found = empty_ends(p, ends, blocks * c.BV, -(-p.K // c.BV) * c.BV if delta and not reverse else 0, device)
+        found = empty_ends(p, ends, blocks * c.BV, -(-p.K // c.BV) * c.BV if (delta or low_rank) and not reverse else 0, device)
         made = Scan(ST=found.ends, ends=found)
         blocks = found.ends.shape[2] // c.BV
     out = [unused if t is None else t for t in made[:4]]
     kept = unused if made.ends is None or made.ends.kept is None else made.ends.kept
     T = unused if T is None else T
-    tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (v, sv))
+    tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (w, sk), (v, sv))
     if tma:
-        q, k, e = (described(x, sk, p.C, c.BK) for x in (q, k, e))
+        q, k, e, w = (described(x, sk, p.C, c.BK) for x in (q, k, e, w))
         v = described(v, sv, p.C, c.BV)
         out[:2] = (described(x, p.HV * p.V, p.C, c.BV) for x in out[:2])
         if made.S is not None:
             out[2] = descriptor(made.S, made.S.shape, made.S.stride(), [1, 1, c.BV, c.BK])
         T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
     launch(
-        state_pass_kernel, p.N * run * p.HV * blocks, q, e, k, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
+        state_pass_kernel, p.N * run * p.HV * blocks,
+        q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
         dense(S0, unused), dense(p.cu_seqlens, unused), unused if at.first is None else at.first, *out, kept,
         sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
-        V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H, DELTA=delta, ERASE=x.e is not None, USE_BETA=x.beta is not None,
-        INITIAL=S0 is not None, FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p), config=c,
+        V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
+        DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, USE_BETA=x.beta is not None, INITIAL=S0 is not None, FINAL=final,
+        OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

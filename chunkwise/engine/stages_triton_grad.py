@@ -11,6 +11,7 @@ from ..spec import Gate, Rule, Streams
 from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, switches
+from .stages_triton_affine import Apart
 from .tune import card, config, padded
 
 
@@ -84,15 +85,19 @@ def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
 
 def grads(
     p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None = None, U: Tensor | None = None,
-    decayed: Decayed | None = None,
+    decayed: Decayed | None = None, apart: Apart | None = None,
 ) -> Streams:  # fmt: skip
-    """Gradients of every stream of an additive or delta problem, in the stream's dtype and shape.
+    """Gradients of every stream, in its dtype and shape.
 
     do [B, T, HV, V]; S, dS [slots, HV, V, K]: the state before, its gradient after each chunk; X (delta) and U: [B, T, HV, V].
-    decayed: of the score stage in the backward pass, for gates per key channel.
+    decayed: of the score stage in the backward pass (gates per key channel) or, with `apart`, of the affine stage.
     Value heads that share a key head each write dq and dk in fp32, summed here: the order of the sum never changes.
     """
-    if p.gate is Gate.KEY:
+    if p.rule is Rule.DPLR or p.bonus:
+        from .stages_triton_affine import grads as by_reader
+
+        d = by_reader(p, x, at, do, S=S, dS=dS, X=X, U=given(U), decayed=given(decayed), apart=apart)
+    elif p.gate is Gate.KEY:
         from .stages_triton_score import grads as by_key
 
         if decayed is None:
@@ -102,7 +107,7 @@ def grads(
         d = (_tiled if _fits(p, x) else _blocks)(p, x, at, do, S, dS, X, U)
 
     def summed(dx: Tensor, like: Tensor) -> Tensor:
-        return dx.unflatten(2, (p.H, p.HV // p.H)).sum(3).to(like.dtype) if p.HV > p.H else dx
+        return dx.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype) if p.HV > like.shape[2] else dx
 
     return Streams(
         q=summed(given(d.q), x.q),
@@ -111,4 +116,7 @@ def grads(
         g=given(d.g).sum((0, 1)).to(x.g.dtype) if x.g is not None and p.gate is Gate.HEAD else d.g,
         beta=d.beta,
         e=None if x.e is None else summed(given(d.e), x.e),
+        a=None if x.a is None else summed(given(d.a), x.a),
+        b=None if x.b is None else summed(given(d.b), x.b),
+        u=None if x.u is None else given(d.u).sum(0).to(x.u.dtype),
     )

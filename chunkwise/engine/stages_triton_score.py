@@ -36,9 +36,10 @@ def group(blocks: int) -> int:
 
 
 def sets(p: Problem, device: torch.device) -> Tensor:
-    """[2 * LEVELS + 3, C, C] in q's dtype: which gates make up the decays of score.py (row i: of token i; -1: counted backwards).
+    """[3 * LEVELS + 4, C, C] in q's dtype: which gates make up the decays of score.py (row i: of token i; -1: counted backwards).
 
     Blocks of 2^level rows whose pairs meet across their border, then around their middle; then from the chunk's start and to its end.
+    Then the levels and the chunk's start again, as rows that read before their own token forgets meet them (affine.py).
     """
     key = (p.C, p.dtype, device)
     if key in SETS:
@@ -60,7 +61,8 @@ def _sets(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     for s in (*levels, C):
         middle = i // s * s + (s - 1) // 2
         out.append(((t > middle) & (t <= i)).int() - ((t > i) & (t <= middle)).int())
-    return torch.stack([m.to(dtype) for m in (*out, t <= i, t > i)])
+    early = [(i // s == t // s) & torch.where(i // s % 2 == 1, t < i, t > i) for s in levels]
+    return torch.stack([m.to(dtype) for m in (*out, t <= i, t > i, *early, t < i)])
 
 
 def _on(p: Problem, x: Streams) -> dict[str, object]:

@@ -43,7 +43,7 @@ def carry(p: Problem, cut: Cut, found: Ends | None, maps: Ends | None, S0: Tenso
     if found is None or maps is None:
         raise ValueError("chunkwise engine: a stage was asked to carry states over pieces that no scan has seen")
     c = config("carry", p)
-    delta = p.rule is Rule.DELTA
+    delta = p.rule is not Rule.ADD
     firsts = torch.empty(p.N * cut.pieces, p.HV, p.K, p.V, dtype=torch.float32, device=found.ends.device)
     launch(
         carry_kernel, p.N * p.HV * -(-p.V // c.BV), found.ends, maps.ends, found.ends if found.kept is None else found.kept,

@@ -178,6 +178,30 @@ def _score_bounded(p: Problem) -> Config:
     return Config(min(32, padded(p.K)), 0, 4, 1)
 
 
+def _affine(p: Problem) -> Config:
+    """Triton lays 8 warps along 64 rows where products follow each other, and half of them repeat the others': 1.79 ms, 4 warps 1.03."""
+    return Config(*_block(p), 4, 1)
+
+
+def _grad_pair(p: Problem) -> Config:
+    return Config(*_block(p), 4, 2 if card().engine and p.dtype != torch.float32 else 1)
+
+
+def _grad_reader(p: Problem) -> Config:
+    return Config(*_block(p), 4, 1)
+
+
+def _block(p: Problem) -> tuple[int, int]:
+    """Channels of a block for the affine stage's kernels and their gradients: 64 on Hopper, however few there are.
+
+    Chunk matrices are left operands there, and ptxas 12.8 builds descriptors of narrower right operands from unset registers.
+    """
+    if card().arch == "sm_90" and p.C == 64 and p.dtype != torch.float32:
+        return 64, 64
+    widest = 16 if p.dtype == torch.float32 else 32
+    return min(widest, padded(p.K)), min(widest, padded(p.V))
+
+
 def _ends(p: Problem) -> Config:
     """The delta rule's maps are as many blocks again."""
     return _state_pass(p)
@@ -222,6 +246,10 @@ RULES = {
     "recurrent_v_first": _recurrent_v_first,
     "score_bounded": _score_bounded,
     "decay": _decay,
+    "affine": _affine,
+    "grad_pair": _grad_pair,
+    "grad_reader": _grad_reader,
+    "grad_reader_far": _grad_reader,
     "inverse": _inverse,
     "score": _score,
     "state_pass": _output,
@@ -261,7 +289,7 @@ def split(p: Problem) -> Cut:
     GDN 0.311 0.149, KDA 0.667 0.552.
     """
     programs, tokens = p.HV * -(-padded(p.V) // 64), -(-p.T // p.N) if p.cu_seqlens is not None else p.T
-    pieces, most = 1, 48 if p.rule is Rule.DELTA and p.gate is Gate.KEY else 96
+    pieces, most = 1, 48 if p.rule is not Rule.ADD and p.gate is Gate.KEY else 96
     while tokens >= LONG and programs < most and pieces < 16 and programs * pieces < 200 and tokens // (p.C * pieces) >= 16:
         pieces *= 2
     return Cut(pieces, 2 if p.rule is Rule.ADD and pieces == 4 else 1)

@@ -6,6 +6,10 @@
 The additive rule has v in X's place, dv in dX's, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers,
 where it is the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
 With per-key gates q, e, k come decayed (qd with the scale, kd, kr) and M from memory, made by the score kernel.
+LOW_RANK: a chunk is one affine map of the state, made by the affine kernel; q, e, k, w are its q~, w~, k~, b, and the scan is
+
+    forward   X = w~ S;   o = q~ S + M v;   S <- e^(G_C) S + b' X + k~' v
+    reverse   X = b dS;   dS <- e^(G_C) dS + w~' X + q~' do
 
 A sequence may be scanned in `pieces` of whole chunks, as if each were a sequence: see kernels/split.py. With ENDS nothing is made but what
 that needs of a piece: its last state from an empty first one, and what it makes of another first one.
@@ -47,22 +51,25 @@ def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
 def state_pass_kernel(
-    q, e, k, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
+    q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
     o, X, S, ST,  # o, X (in reverse U, or dv where the rule adds): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     kept,  # with ENDS: [N * run, HV, K], ST [N * run, HV, blocks * BV, K] fp32; S0 else [N * run, HV, K, V]
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
     pieces, run,  # of each sequence; so many of them are run: the first, in reverse the last
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
-    GATE: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr,
+    USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
     SPLIT: tl.constexpr, IP: tl.constexpr,
-    TMA: tl.constexpr,  # q, e, k, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
+    TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
     """One program a (sequence, piece, value head, block of BV values); chunks one after the other."""
     KEY: tl.constexpr = GATE == "key"
     DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
-    MAP: tl.constexpr = ENDS and DELTA and not REVERSE  # further blocks: the columns of what the piece makes of a state
+    CORRECTS: tl.constexpr = DELTA or LOW_RANK
+    VALUES: tl.constexpr = STORE and not CORRECTS  # in reverse: dv
+    MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
     pid = tl.program_id(0)
@@ -98,7 +105,7 @@ def state_pass_kernel(
         b_S = tl.load(S0 + i_nh.to(tl.int64) * K * V + o_S, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_S = tl.zeros([BV, BK], tl.float32)
-    if ENDS and not DELTA:
+    if ENDS and not CORRECTS:
         b_kept = tl.full([BK], 1.0, tl.float32)
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
     n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
@@ -124,8 +131,11 @@ def state_pass_kernel(
         b_v = tl.trans(load_chunk(v, row, sv, i_n, i_hv, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
         if OUTPUT or REVERSE:
             b_q = load_chunk(q, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-        if DELTA or STORE or not REVERSE:
+        if DELTA or VALUES or not REVERSE:
             b_k = load_chunk(k, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+        if LOW_RANK:
+            b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+            b_b = load_chunk(w, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
         if DELTA:
             if ERASE or KEY:
                 b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
@@ -137,7 +147,7 @@ def state_pass_kernel(
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
             else:
                 b_M = scores(b_k, b_q, b_G, b_F, o_c, L, scale, False, GATE, SPLIT, IP).to(dtype)
-        elif REVERSE and (DELTA or STORE):
+        elif REVERSE and (DELTA or VALUES):
             if KEY:
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
             else:
@@ -151,8 +161,12 @@ def state_pass_kernel(
         if KEY:
             b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
 
+        if LOW_RANK:
+            b_x = tl.dot(b_s, tl.trans(b_b if REVERSE else b_e), input_precision=IP).to(dtype)  # [BV, C]
+            if STORE:
+                store_chunk(X, b_x, row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
         if REVERSE:
-            if DELTA or STORE:
+            if DELTA or VALUES:
                 b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
                 if DECAY:
                     b_x *= b_end[None, :]
@@ -196,13 +210,15 @@ def state_pass_kernel(
             if DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 
-        if ENDS and not DELTA:
+        if ENDS and not CORRECTS:
             if KEY or DECAY:
                 b_kept *= b_all
         if KEY:
             b_S *= b_all[None, :]
         elif DECAY:
             b_S *= b_all
+        if LOW_RANK:
+            b_S = tl.dot(b_x, b_e if REVERSE else b_b, b_S, input_precision=IP)
         if REVERSE:
             if DELTA:
                 b_S = tl.dot(b_u.to(dtype), b_e, b_S, input_precision=IP)
@@ -211,7 +227,7 @@ def state_pass_kernel(
             b_S = tl.dot(b_w.to(dtype), b_k, b_S, input_precision=IP)
     if ENDS:
         tl.store(ST + (i_nh.to(tl.int64) * NB * BV + o_v[:, None]) * K + o_k[None, :], b_S, mask=o_k[None, :] < K)
-        if not DELTA:
+        if not CORRECTS:
             tl.store(kept + i_nh.to(tl.int64) * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0))
     elif FINAL:
         if i_p == (0 if REVERSE else pieces - 1):

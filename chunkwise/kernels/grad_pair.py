@@ -1,0 +1,80 @@
+"""Stage `grads` of the affine stage's rules, first half: what needs no gates.
+
+The scans leave X = w~ S of every chunk and, reversed, X_ = b dS. What readers have read and what their gradients are is then
+
+    X = w~ S + A v;   dX = b dS + M_qw' do;   U = T' dX
+
+and every pair of a reader (q of o's gradient, r of U) and a writer (k with v, w with X) meets in a matrix:
+
+    dM_qk = scale do v', dM_qw = scale do X' for j <= i;   dM_rk = U v', dM_rw = U X' for j < i;   dv = M' do + k~ dS
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import chunk_rows, load_rows
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def grad_pair_kernel(
+    do, v, X, U, chunks,  # do, v: token rows; X, U [B*T, HV, V]: w~ S and b dS, replaced by X and U
+    M, km, A, Mqw, Tinv, dS,  # of the affine stage: [B*T, HV, C], k~ [B*T, HV, K]; dS [slots, HV, V, K]
+    dMqk, dMqw, dMrk, dMrw, dv,  # [B*T, HV, C] four times, [B*T, HV, V]
+    sv, T, HV, scale,  # rows of do and v are so far apart
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW_RANK: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, value head)."""
+    pid = tl.program_id(0)
+    i_slot = (pid // HV).to(tl.int64)
+    i_hv = pid % HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    if L <= 0:
+        return
+    TYPE: tl.constexpr = v.dtype.element_ty
+    do += i_hv * V
+    v += i_hv * V
+    X += i_hv * V
+    U += i_hv * V
+    dS += (i_slot * HV + i_hv) * V * K
+    o_c = tl.arange(0, C)
+    i, j = o_c[:, None], o_c[None, :]
+    o_h = (row + o_c) * HV + i_hv  # [C]
+    b_qk = tl.zeros([C, C], tl.float32)
+    b_qw = tl.zeros([C, C], tl.float32)
+    b_rk = tl.zeros([C, C], tl.float32)
+    b_rw = tl.zeros([C, C], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_v = (o_c < L)[:, None] & (o_v < V)[None, :]
+        o_out = o_c[:, None] * (HV * V) + o_v[None, :]
+        b_do = load_rows(do, row, sv, o_c, o_v, L, V, BV)  # [C, BV]
+        b_v = load_rows(v, row, sv, o_c, o_v, L, V, BV)  # [C, BV]
+        b_qk = tl.dot(b_do, tl.trans(b_v), b_qk, input_precision=IP)
+        if LOW_RANK:
+            b_x = load_rows(X, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)
+            b_x = tl.dot(load_rows(A + i_hv * C, row, HV * C, o_c, o_c, L, C, C), b_v, b_x, input_precision=IP).to(TYPE)  # [C, BV]
+            tl.store(X + row * (HV * V) + o_out, b_x, mask=m_v)
+            b_u = load_rows(U, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)
+            b_m = tl.trans(load_rows(Mqw + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
+            b_u = tl.dot(b_m, b_do, b_u, input_precision=IP).to(TYPE)  # [C, BV]
+            b_m = tl.trans(load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
+            b_u = tl.dot(b_m, b_u, input_precision=IP).to(TYPE)  # [C, BV]
+            tl.store(U + row * (HV * V) + o_out, b_u, mask=m_v)
+            b_qw = tl.dot(b_do, tl.trans(b_x), b_qw, input_precision=IP)
+            b_rk = tl.dot(b_u, tl.trans(b_v), b_rk, input_precision=IP)
+            b_rw = tl.dot(b_u, tl.trans(b_x), b_rw, input_precision=IP)
+            b_m = tl.trans(load_rows(M + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
+            b_dv = tl.dot(b_m, b_do, input_precision=IP)  # [C, BV]
+            for i_k in range((K + BK - 1) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                b_k = load_rows(km + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
+                b_dv = tl.dot(b_k, tl.trans(load_rows(dS, 0, K, o_v, o_k, V, K, BK)), b_dv, input_precision=IP)
+            tl.store(dv + o_h[:, None] * V + o_v[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
+    o_M = o_h[:, None] * C + j
+    m_M = (o_c < L)[:, None]
+    tl.store(dMqk + o_M, tl.where(i >= j, b_qk * scale, 0.0).to(TYPE), mask=m_M)
+    if LOW_RANK:
+        tl.store(dMqw + o_M, tl.where(i >= j, b_qw * scale, 0.0).to(TYPE), mask=m_M)
+        tl.store(dMrk + o_M, tl.where(i > j, b_rk, 0.0).to(TYPE), mask=m_M)
+        tl.store(dMrw + o_M, tl.where(i > j, b_rw, 0.0).to(TYPE), mask=m_M)

@@ -1,0 +1,36 @@
+"""Every member whose passes have kernels, whole, in Triton's interpreter: outputs, states and gradients against its definition."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from oracle import OPS, Case, check, definition, honest, ids, make, with_gradients  # noqa: E402
+
+from chunkwise.engine.dispatch import Cell, Choice, choose, run  # noqa: E402
+from chunkwise.engine.explain import passes  # noqa: E402
+
+
+def on_kernels(op, cell: Cell, **call) -> Choice:
+    """What a call would run on a GPU."""
+    return choose(op, cell, **{**call, "device": "cuda", "backend": "triton"})
+
+
+SERVED = [op for op in OPS if {c.backend for _, c in passes(op, T=64, device="cuda")} == {"triton"}]
+CASES = {
+    "packed, three value heads a head, odd sizes": Case(T=22, n=3, K=5, V=7, N=3),
+    "strong gates": Case(T=20, K=8, V=6, strength=20.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("op", SERVED, ids=ids)
+def test_matches_definition(op, case):
+    call = make(op, case, torch.float32)
+    truth = definition(call)
+    options = {**op.defaults, "output_final_state": True, "chunk_size": case.chunk, **call.options}
+    o, S = run(op, call.x, op.check(call.x), options, on_kernels)
+    check(with_gradients(o, S, call.leaves()), truth, honest(call, truth))
