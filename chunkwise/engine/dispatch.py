@@ -62,8 +62,8 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
     alone = cell.rule is Rule.DPLR or cell.bonus
     if cell.gate is Gate.VALUE or alone and cell.gate not in (Gate.NONE, Gate.KEY):
         return f"none for rule {cell.rule.value!r}{' and a bonus' if cell.bonus else ''} with gate {cell.gate.value!r} in this version"
-    if cell.before:
-        return "none for an erase key that reads before the token forgets in this version"
+    if cell.before and cell.gate is Gate.KEY:
+        return "none for gates per key and an erase key that reads before the token forgets in this version"
     if cell.K > WIDEST:
         return f"none for K={cell.K} above {WIDEST} in this version"
     return None

@@ -60,7 +60,9 @@ def _inverse(p: Problem, saved: Tensor | None) -> Tensor | None:
 
 
 def _spread(p: Problem, x: Streams) -> tuple[Problem, Streams]:
-    """Keys of their own for every value head where only the erase key has them: a kernel reads k and e at one place."""
+    """Erase keys in e, whenever they read; keys of their own for every value head where only the erase key has them."""
+    if p.rule is Rule.DELTA and p.before:
+        x = x._replace(e=x.a, a=None)
     if x.e is None or x.e.shape[2] == p.H:
         return p, x
     n = p.HV // p.H
@@ -106,6 +108,8 @@ def backward(
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
         back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
         d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed, apart=apart)
+        if p.rule is Rule.DELTA and p.before:
+            d = d._replace(a=d.e, e=None)
         if p.H != H:
             d = d._replace(q=given(d.q).unflatten(2, (H, -1)).sum(3), k=given(d.k).unflatten(2, (H, -1)).sum(3))
     return d, back.ST

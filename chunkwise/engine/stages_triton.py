@@ -90,7 +90,7 @@ def inverse(p: Problem, x: Streams, at: Index) -> Tensor:
     T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device)
     launch(
         inverse_kernel, at.slots * p.HV, e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
-        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, IPT=solves(p), **switches(p), config=c,
+        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, BEFORE=p.before, IPT=solves(p), **switches(p), config=c,
     )  # fmt: skip
     return T
 
@@ -217,7 +217,8 @@ def scan(
         dense(S0, unused), dense(p.cu_seqlens, unused), unused if at.first is None else at.first, *out, kept,
         sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
-        DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, USE_BETA=x.beta is not None, INITIAL=S0 is not None, FINAL=final,
-        OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma, **switches(p) | (dict(GATE="key") if key else {}), config=c,
+        DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
+        FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma,
+        **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

@@ -77,7 +77,7 @@ def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
         grad_blocks_kernel, at.slots * p.HV,
         q, e, k, v, dense(x.g, q), dense(x.beta, q), do, chunks(at, q), given(X) if delta else q, given(U) if delta else q, S, dS,
         d.q, q if d.e is None else d.e, d.k, d.v, q if d.g is None else d.g, q if d.beta is None else d.beta, sk, sv, p.T, p.HV, p.scale,
-        V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, DELTA=delta, ERASE=x.e is not None, USE_BETA=x.beta is not None,
+        V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, DELTA=delta, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None,
         **switches(p), config=c,
     )  # fmt: skip
     return d

@@ -6,7 +6,7 @@ Formulas and names as in grad.py.
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, load_gate, load_rows, pair_decay, start, whole
+from .tile import chunk_rows, decay_sums, early_sums, load_gate, load_rows, pair_decay, start, whole
 
 
 @triton.jit
@@ -29,6 +29,7 @@ def grad_blocks_kernel(
     T, HV, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    BEFORE: tl.constexpr,  # e reads before its token forgets
     SPLIT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head)."""
@@ -58,13 +59,18 @@ def grad_blocks_kernel(
         b_beta = tl.load(beta + o_h, mask=m_c, other=0.0).to(tl.float32)  # [C]
     else:
         b_beta = tl.where(m_c, 1.0, 0.0)
-    b_G, b_F = decay_sums(load_gate(g, row, HV, i_hv, o_c, L, GATE), o_c, L, GATE, SPLIT)  # [C]
+    b_g = load_gate(g, row, HV, i_hv, o_c, L, GATE)
+    b_G, b_F = decay_sums(b_g, o_c, L, GATE, SPLIT)  # [C]
+    b_Ge, b_Fe = b_G, b_F  # of e
+    if BEFORE and DECAY:
+        b_Ge, b_Fe = early_sums(b_G, b_F, b_g, GATE, SPLIT)
     b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
     b_start = start(b_G, b_F, SPLIT)
 
     # q: dM_qk by rows; the state's share of the gate's gradient
     b_reads = tl.zeros([C], tl.float32)  # x dx of readers of the state, over channels
     b_ends = tl.zeros([C], tl.float32)  # y dy of writers into the state
+    b_early = tl.zeros([C], tl.float32)  # x dx of e
     b_through = tl.zeros([BK], tl.float32)  # S dS
     if DECAY:
         b_low = pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], i >= j, SPLIT)
@@ -72,6 +78,8 @@ def grad_blocks_kernel(
         b_low = tl.where(i >= j, 1.0, 0.0)
     if DELTA:
         b_A = (products(do, X, row, sv, HV * V, o_c, L, V, BV, C, IP) * (b_low * scale)).to(TYPE)
+        if BEFORE and DECAY:
+            b_low = pair_decay(b_Ge[:, None], b_Fe[:, None], b_G[None, :], b_F[None, :], i > j, SPLIT)
         b_B = tl.where(i == j, 0.0, products(U, X, row, HV * V, HV * V, o_c, L, V, BV, C, IP) * b_low).to(TYPE)
     else:
         b_A = (products(do, v, row, sv, sv, o_c, L, V, BV, C, IP) * (b_low * scale)).to(TYPE)
@@ -104,14 +112,21 @@ def grad_blocks_kernel(
     if DECAY:
         b_z = b_At * products(k, q, row, sk, sk, o_c, L, K, BK, C, IP)
     b_At = b_At.to(TYPE)
+    b_zr = b_z  # of e, where it decays apart
     if DELTA:
+        if BEFORE and DECAY:
+            b_up = pair_decay(b_Ge[None, :], b_Fe[None, :], b_G[:, None], b_F[:, None], i < j, SPLIT)
         b_Bt = products(X, U, row, HV * V, HV * V, o_c, L, V, BV, C, IP) * tl.where(i == j, 0.0, b_up * -b_beta[None, :])
         if DECAY:
-            b_z += b_Bt * products(k, e, row, sk, sk, o_c, L, K, BK, C, IP)
+            b_zr = b_Bt * products(k, e, row, sk, sk, o_c, L, K, BK, C, IP)
+            if not BEFORE:
+                b_z += b_zr
         b_Bt = b_Bt.to(TYPE)
     b_dg = tl.zeros([C], tl.float32)
     if DECAY:
         b_z = tl.dot(b_z.to(TYPE), (i >= j).to(tl.float32).to(TYPE), input_precision=IP)  # [j, t] summed over i >= t
+        if BEFORE:
+            b_z = tl.dot(b_zr.to(TYPE), (i > j).to(tl.float32).to(TYPE), b_z, input_precision=IP)  # and over i > t
         b_dg = tl.sum(tl.where(i < j, b_z, 0.0), 0)
 
     # values
@@ -151,8 +166,10 @@ def grad_blocks_kernel(
             if ERASE:
                 b_e = load_rows(e, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
             b_dk = tl.dot(b_Bt, b_e, b_dk, input_precision=IP)
-            b_dr *= b_start[:, None]
-            if DECAY:
+            b_dr *= start(b_Ge, b_Fe, SPLIT)[:, None]
+            if DECAY and BEFORE:
+                b_early -= b_beta * tl.sum(b_e * b_dr, 1)
+            elif DECAY:
                 b_reads -= b_beta * tl.sum(b_e * b_dr, 1)
             b_dr = tl.dot(b_B, b_k, b_dr, input_precision=IP)
             b_dbeta -= tl.sum(b_e * b_dr, 1)
@@ -167,4 +184,6 @@ def grad_blocks_kernel(
         tl.store(dbeta + o_h, b_dbeta.to(dbeta.dtype.element_ty), mask=m_c)
     if DECAY:
         b_dg += tl.sum(tl.where(i >= j, b_reads[:, None], b_ends[:, None]), 0) + b_all * tl.sum(b_through, 0)
+        if BEFORE:
+            b_dg += tl.sum(tl.where(i > j, b_early[:, None], 0.0), 0)
         tl.store(dg + o_h, b_dg.to(dg.dtype.element_ty), mask=m_c)

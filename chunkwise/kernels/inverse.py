@@ -8,7 +8,7 @@ Only blocks on and below the diagonal are computed.
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, load_gate, load_rows, pair_decay
+from .tile import chunk_rows, decay_sums, early_sums, load_gate, load_rows, pair_decay
 
 
 @triton.jit
@@ -95,6 +95,7 @@ def inverse_kernel(
     sk, T, HV,  # rows of e and k are sk apart
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+    BEFORE: tl.constexpr,  # e reads before its token forgets
     IP: tl.constexpr,  # of the products of e and k
     IPT: tl.constexpr,  # of the fp32 products that make T
 ):  # fmt: skip
@@ -114,8 +115,12 @@ def inverse_kernel(
     if GATE == "none":
         b_M = tl.where(m_low, b_M, 0.0)
     else:
-        b_G, b_F = decay_sums(load_gate(g, row, HV, i_hv, o_c, L, GATE), o_c, L, GATE, SPLIT)  # [C]
-        b_M *= pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m_low, SPLIT)
+        b_g = load_gate(g, row, HV, i_hv, o_c, L, GATE)
+        b_G, b_F = decay_sums(b_g, o_c, L, GATE, SPLIT)  # [C]
+        b_Ge, b_Fe = b_G, b_F
+        if BEFORE:
+            b_Ge, b_Fe = early_sums(b_G, b_F, b_g, GATE, SPLIT)
+        b_M *= pair_decay(b_Ge[:, None], b_Fe[:, None], b_G[None, :], b_F[None, :], m_low, SPLIT)
     if USE_BETA:
         b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=m_c, other=0.0).to(tl.float32)  # [C]
         b_M *= b_beta[:, None]

@@ -18,7 +18,7 @@ that needs of a piece: its last state from an empty first one, and what it makes
 import triton
 import triton.language as tl
 
-from .tile import decay_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
+from .tile import decay_sums, early_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def state_pass_kernel(
     T, HV, scale,
     pieces, run,  # of each sequence; so many of them are run: the first, in reverse the last
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
-    GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr,
+    GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr,
     USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
     SPLIT: tl.constexpr, IP: tl.constexpr,
@@ -123,6 +123,10 @@ def state_pass_kernel(
         b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
         b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
         b_start = start(b_G, b_F, SPLIT)
+        b_early = b_start  # of e
+        if BEFORE and DECAY:
+            b_Ge, b_Fe = early_sums(b_G, b_F, n_g, GATE, SPLIT)
+            b_early = start(b_Ge, b_Fe, SPLIT)
         b_beta = n_beta.to(tl.float32)  # [C]
         n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
         n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
@@ -179,7 +183,7 @@ def state_pass_kernel(
                     store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
                 b_u = b_u * -b_beta[None, :]
                 if DECAY:
-                    b_u *= b_start[None, :]
+                    b_u *= b_early[None, :]
             if KEY:
                 b_w = b_v
             elif DECAY:
@@ -197,7 +201,7 @@ def state_pass_kernel(
                     b_o *= scale
             if DELTA:
                 if DECAY:
-                    b_x *= b_start[None, :]
+                    b_x *= b_early[None, :]
                 b_x = (b_v.to(tl.float32) - b_x) * b_beta[None, :]
                 b_w = tl.dot(b_x.to(dtype), tl.trans(b_T), input_precision=IP)  # [BV, C]
                 if STORE:

@@ -130,6 +130,21 @@ def decay_sums(b_g, o_c, L, GATE: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def early_sums(b_G, b_F, b_g, GATE: tl.constexpr, SPLIT: tl.constexpr):
+    """`decay_sums` less every row's own gate b_g: what a reader meets that reads before its token forgets."""
+    if GATE != "none":
+        b_g = log2_gate(b_g)
+        if SPLIT:
+            b_c = coarse(b_g)
+            b_G -= b_c
+            b_F -= b_g - b_c
+        else:
+            b_G -= b_g
+            b_F = b_G
+    return b_G, b_F
+
+
+@triton.jit
 def whole(b_G, b_F, o_c, C: tl.constexpr, SPLIT: tl.constexpr):
     """(e^(G_C), e^(G_C - G) [C]): what the chunk forgets, and what it forgets of each row. b_G + b_F is G."""
     b_all = tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0)
