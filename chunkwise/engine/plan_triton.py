@@ -76,6 +76,10 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         saved = torch.empty(n, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if n else None
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, saved
     with on_device(x.q):
+        if p.gate is Gate.VALUE:
+            from . import plan_triton_value
+
+            return *plan_triton_value.forward(p, x, S0, final), None
         p, x = _spread(p, x)
         at = stages.index(p)
         saved, decayed = scores_of(p, x, at, None)
@@ -93,6 +97,10 @@ def backward(
         zeros = Streams._make(None if t is None else torch.zeros_like(t) for t in x)
         return zeros, None if S0 is None else initial(p, dST, x.q.device)
     with on_device(x.q):
+        if p.gate is Gate.VALUE:
+            from . import plan_triton_value
+
+            return plan_triton_value.backward(p, x, S0, do, dST)
         H, (p, x) = p.H, _spread(p, x)
         at, apart = stages.index(p), None
         decayed: stages.Decayed | None

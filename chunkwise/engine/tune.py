@@ -178,6 +178,10 @@ def _score_bounded(p: Problem) -> Config:
     return Config(min(32, padded(p.K)), 0, 4, 1)
 
 
+def _value_output(p: Problem) -> Config:
+    return Config(*_block(p), 4, 1)
+
+
 def _affine(p: Problem) -> Config:
     """Triton lays 8 warps along 64 rows where products follow each other, and half of them repeat the others': 1.79 ms, 4 warps 1.03."""
     return Config(*_block(p), 4, 1)
@@ -246,6 +250,7 @@ RULES = {
     "recurrent_v_first": _recurrent_v_first,
     "score_bounded": _score_bounded,
     "decay": _decay,
+    "value_output": _value_output,
     "affine": _affine,
     "grad_pair": _grad_pair,
     "grad_reader": _grad_reader,
