@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..kernels.affine import affine_kernel
 from ..kernels.grad_pair import grad_pair_kernel
-from ..kernels.grad_reader import grad_reader_kernel
+from ..kernels.grad_reader import grad_reader_kernel, grad_writer_kernel
 from ..kernels.grad_reader_far import grad_reader_far_kernel
 from ..spec import Gate, Rule, Streams
-from .launch import launch
+from .launch import descriptor, launch
 from .problem import Problem, given
-from .stages_triton import Decayed, Index, alike, chunks, dense, exact, solves, switches
+from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, exact, solves, switches
 from .stages_triton_score import limit, reach, sets
-from .tune import config
+from .tune import config, padded
 
 
 class Apart(NamedTuple):
@@ -88,13 +88,15 @@ def grads(
 
     dM = [empty(p.dtype, p.C) if low_rank or n == 0 else q for n in range(4)]
     dv = empty(p.dtype, p.V) if low_rank else U
+    met = torch.empty(2, p.B, p.T, p.HV, dtype=torch.float32, device=q.device)
     grid, on = at.slots * p.HV, _on(p, x)
     x_, u_ = (given(X), U) if low_rank else (v, v)
     c = config("grad_pair", p)
     few = {n: on[n] for n in ("K", "C", "LOW_RANK", "PACKED", "IP")}
     t, A, Mqw = apart or (q, q, q)
     launch(
-        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, A, Mqw, t, dS, *dM, dv, sv, p.T, p.HV, p.scale,
+        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, A, Mqw, t, dS, *dM, met, dv,
+        sv, p.B * p.T, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, **few, config=c,
     )  # fmt: skip
     dq, dk = keys(q), keys(k)
@@ -102,14 +104,31 @@ def grads(
     dg = empty(x.g.dtype, p.K) if gated and x.g is not None else q
     du = torch.zeros(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device) if p.bonus else q
     near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=q.device) if gated else q
-    streams = (q, k, a, b, dense(x.g, q), dense(x.u, q), do, v, x_, u_, chunks(at, q), sets(p, q.device), near, *dM, S, dS)
-    out = (dq, dk, da, db, dg, du, sk, sa, sv, p.T, p.HV, p.scale)
+    streams, shared = (q, k, a, b, dense(x.g, q), dense(x.u, q)), (chunks(at, q), sets(p, q.device), near)
+    places = (sk, sa, sv, p.B * p.T, p.T, p.HV)
+    part = dg if dg.dtype == torch.float32 or not gated else empty(torch.float32, p.K)
     c = config("grad_reader", p)
-    launch(grad_reader_kernel, grid, *streams, *out, V=p.V, BK=c.BK, BV=c.BV, LIMIT=limit(p), **on, config=c)
+    values, wide = [do, u_, v, x_], max(c.BV, padded(p.V)) if p.dtype != torch.float32 and p.V <= 128 else c.BV
+    states, pairs, tma = [S, dS], dM, wide >= p.V and c.tma and can_describe(p, (v, sv), (do, sv))
+    if tma:
+        values = [described(z, d, p.C, wide) for z, d in zip(values, (sv, p.HV * p.V if low_rank else sv) * 2)]
+        states = [descriptor(z, z.shape, z.stride(), [1, 1, wide, c.BK]) for z in states]
+        pairs = [described(z, p.HV * p.C, p.C, p.C) if z is not q else values[0] for z in dM]
+    both = dict(V=p.V, BK=c.BK, BV=wide, TMA=tma, **on)
+    launch(
+        grad_reader_kernel, grid, *streams, values[0], values[1], *shared, *pairs, met, states[0], dq, da, part, du, *places, p.scale,
+        LIMIT=limit(p), **both, config=c,
+    )  # fmt: skip
+    launch(
+        grad_writer_kernel, grid, *streams, values[2], values[3], *shared, *pairs, met, *states, dk, db, part, dg, *places, **both, config=c
+    )  # fmt: skip
     if gated:
         c = config("grad_reader_far", p)
         on = {n: s for n, s in on.items() if n != "GATED"}
-        launch(grad_reader_far_kernel, grid, *streams, *out, V=p.V, BK=c.BK, BV=c.BV, **on, config=c)
+        launch(
+            grad_reader_far_kernel, grid, *streams, do, v, x_, u_, *shared, *dM, met, S, dS, dq, dk, da, db, dg, du, *places, p.scale,
+            V=p.V, BK=c.BK, BV=c.BV, **on, config=c,
+        )  # fmt: skip
     return Streams(
         dq, dk, dv, g=dg if gated else None, a=da if low_rank else None, b=db if low_rank else None, u=du if p.bonus else None
     )

@@ -6,7 +6,9 @@ The scans leave X = w~ S of every chunk and, reversed, X_ = b dS. What readers h
 
 and every pair of a reader (q of o's gradient, r of U) and a writer (k with v, w with X) meets in a matrix:
 
-    dM_qk = scale do v', dM_qw = scale do X' for j <= i;   dM_rk = U v', dM_rw = U X' for j < i;   dv = M' do + k~ dS
+    dM_qk = scale do v', dM_qw = scale do X', dM_rk = U v', dM_rw = U X' for j < i;   dv = M' do + k~ dS
+
+The pairs of q at j = i, which no decay lies between, are kept apart as `met`: the gate's gradient must not add and subtract them.
 """
 
 import triton
@@ -15,12 +17,12 @@ import triton.language as tl
 from .tile import chunk_rows, load_rows
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_pair_kernel(
     do, v, X, U, chunks,  # do, v: token rows; X, U [B*T, HV, V]: w~ S and b dS, replaced by X and U
     M, km, A, Mqw, Tinv, dS,  # of the affine stage: [B*T, HV, C], k~ [B*T, HV, K]; dS [slots, HV, V, K]
-    dMqk, dMqw, dMrk, dMrw, dv,  # [B*T, HV, C] four times, [B*T, HV, V]
-    sv, T, HV, scale,  # rows of do and v are so far apart
+    dMqk, dMqw, dMrk, dMrw, met, dv,  # [B*T, HV, C] four times; [2, B*T, HV] fp32; [B*T, HV, V]
+    sv, rows, T, HV, scale,  # rows of do and v are sv apart; rows: B*T
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     LOW_RANK: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +75,10 @@ def grad_pair_kernel(
             tl.store(dv + o_h[:, None] * V + o_v[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
     o_M = o_h[:, None] * C + j
     m_M = (o_c < L)[:, None]
-    tl.store(dMqk + o_M, tl.where(i >= j, b_qk * scale, 0.0).to(TYPE), mask=m_M)
+    tl.store(dMqk + o_M, tl.where(i > j, b_qk * scale, 0.0).to(TYPE), mask=m_M)
+    tl.store(met + o_h, tl.sum(tl.where(i == j, b_qk * scale, 0.0), 1), mask=o_c < L)
     if LOW_RANK:
-        tl.store(dMqw + o_M, tl.where(i >= j, b_qw * scale, 0.0).to(TYPE), mask=m_M)
+        tl.store(met + rows.to(tl.int64) * HV + o_h, tl.sum(tl.where(i == j, b_qw * scale, 0.0), 1), mask=o_c < L)
+        tl.store(dMqw + o_M, tl.where(i > j, b_qw * scale, 0.0).to(TYPE), mask=m_M)
         tl.store(dMrk + o_M, tl.where(i > j, b_rk, 0.0).to(TYPE), mask=m_M)
         tl.store(dMrw + o_M, tl.where(i > j, b_rw, 0.0).to(TYPE), mask=m_M)

@@ -7,15 +7,16 @@ Readers x (q, r) and writers y (k, w) of a chunk, with dM of grad_pair.py, each 
 
 with G - g in G's place for readers that read before their token forgets (r; q with a bonus). The gate's gradient: what readers from t on
 draw less what writers from t on are drawn from, and what passes the chunk whole.
-Two kernels as in bounded.py: where no channel forgets more than 2^LIMIT in a half, all pairs meet around the chunk's middle; the others
-are left to grad_reader_far.py.
+As in bounded.py: where no channel forgets more than 2^LIMIT in a half of a chunk, all pairs meet around its middle. First the readers, then
+the writers, one after the other; chunks that forget more are left to grad_reader_far.py.
 """
 
 import triton
 import triton.language as tl
 
+from .grad import load_state
 from .score import gate_parts, gate_sums, load_sets
-from .tile import chunk_rows, load_rows, log2_gate
+from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate
 
 
 @triton.jit
@@ -64,154 +65,234 @@ def passed(S, dS, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: t
 
 
 @triton.jit
-def summed(b_R, b_z, b_out, IP: tl.constexpr):
-    """R z [C, BK] added to b_out; terms of both signs, so 16-bit operands come in two parts."""
-    b_hi = b_z.to(b_R.dtype)
-    b_out = tl.dot(b_R, b_hi, b_out, input_precision=IP)
-    if b_R.dtype != tl.float32:
-        b_out = tl.dot(b_R, (b_z - b_hi.to(tl.float32)).to(b_R.dtype), b_out, input_precision=IP)
+def later(sets, b_z, b_zr, o_c, C: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr, IP: tl.constexpr):
+    """For every token t the sum of z [C, BK] from t on and (with EARLY) of zr after t. Terms of both signs: 16 bits come in two parts."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    b_R = tl.trans(load_sets(sets, 2 * LEVELS + 1, o_c, C))
+    if TYPE == tl.float32:
+        b_out = tl.dot(b_R, b_z, input_precision=IP)
+        if EARLY:
+            b_out = tl.dot(tl.trans(load_sets(sets, 3 * LEVELS + 3, o_c, C)), b_zr, b_out, input_precision=IP)
+    else:
+        if EARLY:
+            b_z += b_zr
+        b_hi = b_z.to(TYPE)
+        b_out = tl.dot(b_R, b_hi, input_precision=IP)
+        b_out = tl.dot(b_R, (b_z - b_hi.to(tl.float32)).to(TYPE), b_out, input_precision=IP)
+        if EARLY:
+            b_out -= b_zr
     return b_out
 
 
 @triton.jit
-def load_pairs(dM, row, HV, i_hv, o_c, L, STRICT: tl.constexpr, C: tl.constexpr):
-    """dM [C, C] of a chunk; STRICT: without the diagonal."""
-    b_M = load_rows(dM + i_hv * C, row, HV * C, o_c, o_c, L, C, C)
-    if STRICT:
-        b_M = tl.where(o_c[:, None] == o_c[None, :], 0.0, b_M).to(b_M.dtype)
-    return b_M
+def around_middle(g, sets, row, HV, o_c, o_k, L, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TYPE: tl.constexpr, IPG: tl.constexpr):
+    """(G less G at the chunk's middle, the same of readers that read early [C, BK]; e^ of the first and of the other half's sums [BK])."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
+    b_hi, b_lo = gate_parts(b_g, TYPE)
+    b_E = gate_sums(load_sets(sets, 2 * LEVELS, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK]
+    b_first, b_rest = half_sums(b_g, o_c, C)
+    return b_E, b_E - b_g.to(tl.float32) * RCP_LN2, tl.exp2(b_first), tl.exp2(b_rest)
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_reader_kernel(
-    q, k, a, b, g, u, do, v, X, U, chunks,  # as affine_kernel and grad_pair_kernel
-    sets, near, dMqk, dMqw, dMrk, dMrw, S, dS,  # near [slots, HV] uint8, written
-    dq, dk, da, db, dg, du,  # [B*T, HV, K]; du [slots, HV, K] fp32
-    sk, sa, sv, T, HV, scale,
+    q, k, a, b, g, u, do, U, chunks,  # as affine_kernel and grad_pair_kernel
+    sets, near, dMqk, dMqw, dMrk, dMrw, met, S,  # near [slots, HV] uint8, written; S [slots, HV, V, K]
+    dq, da, dg, du,  # [B*T, HV, K]; dg fp32, the readers' part; du [slots, HV, K] fp32
+    sk, sa, sv, rows, T, HV, scale,  # rows: B*T
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
     GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr,
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
+    TMA: tl.constexpr,  # do, U, dM are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
-    """One program a (chunk, value head)."""
+    """Gradients of q and a. One program a (chunk, value head)."""
     pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
+    i_slot = pid // HV
     i_hv = pid % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
     TYPE: tl.constexpr = k.dtype.element_ty
-    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    NC = tl.cdiv(T, C)
+    i_b = i_slot // NC
+    t = (i_slot - i_b * NC) * C
     o_c = tl.arange(0, C)
     g += i_hv * K
     if GATED:
         ok = in_reach(g, row, HV * K, o_c, L, K, BK, C, LIMIT)
-        tl.store(near + i_slot * HV + i_hv, ok.to(tl.uint8))
+        tl.store(near + i_slot.to(tl.int64) * HV + i_hv, ok.to(tl.uint8))
         if not ok:
             return
     q += i_hv // GROUP * K
     k += i_hv // GROUP * K
     a += i_hv // GROUP_A * K
     b += i_hv // GROUP_A * K
-    do += i_hv * V
-    v += i_hv * V
-    X += i_hv * V
-    U += i_hv * V
-    S += (i_slot * HV + i_hv) * V * K
-    dS += (i_slot * HV + i_hv) * V * K
     m_c = o_c < L
     out = (row * HV + i_hv) * K
-    if BONUS:
-        b_met = load_rows(dMqk + i_hv * C, row, HV * C, o_c, o_c, L, C, C).to(tl.float32)
-        b_met = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_met, 0.0), 1)  # [C]
+    b_qk = load_chunk(dMqk, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+    b_met = tl.load(met + (row + o_c) * HV + i_hv, mask=m_c, other=0.0)  # [C]
+    if BV >= V:
+        b_do = load_chunk(do, row, sv, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
+    if LOW_RANK:
+        if BV >= V:
+            b_u = load_chunk(U, row, HV * V, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
+        b_qw = load_chunk(dMqw, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+        b_rk = load_chunk(dMrk, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)
+        b_rw = load_chunk(dMrw, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         o_out = o_c[:, None] * (HV * K) + o_k[None, :]
         m_out = m_c[:, None] & (o_k < K)[None, :]
-        if GATED:
-            b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
-            b_first, b_rest = half_sums(b_g, o_c, C)
-            b_hi, b_lo = gate_parts(b_g, TYPE)
-            b_E = gate_sums(load_sets(sets, 2 * LEVELS, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK] G - G at the middle
-            b_I = tl.exp2(-b_E)
-            b_B = b_E - log2_gate(b_g)
-            b_D = tl.exp2(b_B if BONUS else b_E)
-            b_B = tl.exp2(b_B)
-            b_before, b_after = tl.exp2(b_first), tl.exp2(b_rest)  # [BK]
-
-        # readers
-        b_dq, b_dr = from_states(do, U, S, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
+        if BV >= V:
+            b_S = load_state(S, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
+            b_dq = tl.dot(b_do, b_S, input_precision=IP)
+            if LOW_RANK:
+                b_dr = tl.dot(b_u, b_S, input_precision=IP)
+        else:
+            p_S = S + (i_slot.to(tl.int64) * HV + i_hv) * V * K
+            b_dq, b_dr = from_states(do + i_hv * V, U + i_hv * V, p_S, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
+        b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         b_dq *= scale
-        b_ky = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-        if GATED:
-            b_dq *= b_before[None, :]
-            b_ky = (b_ky * b_I).to(TYPE)
-        b_dq = tl.dot(load_pairs(dMqk, row, HV, i_hv, o_c, L, BONUS, C), b_ky, b_dq, input_precision=IP)
         if LOW_RANK:
-            b_wy = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-            if GATED:
+            b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+        if GATED:
+            b_E, b_B, b_before, _ = around_middle(g, sets, row, HV, o_c, o_k, L, K, C, BK, TYPE, IPG)
+            b_I = tl.exp2(-b_E)
+            b_dq *= b_before[None, :]
+            b_k = (b_k * b_I).to(TYPE)
+            if LOW_RANK:
+                b_w = (b_w * b_I).to(TYPE)
                 b_dr *= b_before[None, :]
-                b_wy = (b_wy * b_I).to(TYPE)
-            b_dq = tl.dot(load_pairs(dMqw, row, HV, i_hv, o_c, L, False, C), b_wy, b_dq, input_precision=IP)
-            b_dr = tl.dot(load_pairs(dMrk, row, HV, i_hv, o_c, L, False, C), b_ky, b_dr, input_precision=IP)
-            b_dr = tl.dot(load_pairs(dMrw, row, HV, i_hv, o_c, L, False, C), b_wy, b_dr, input_precision=IP)
+        b_dq = tl.dot(b_qk, b_k, b_dq, input_precision=IP)
+        if LOW_RANK:
+            b_dq = tl.dot(b_qw, b_w, b_dq, input_precision=IP)
+            b_dr = tl.dot(b_rk, b_k, b_dr, input_precision=IP)
+            b_dr = tl.dot(b_rw, b_w, b_dr, input_precision=IP)
         b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         if GATED:
-            b_dq *= b_D
-            # x dx of readers less y dy of writers: what is left of it from t on decays across t; of readers that read early from after t on
-            b_zr = b_q * b_dq
-            b_z = b_zr
-            if BONUS:
-                b_z = tl.zeros([C, BK], tl.float32)
-            if LOW_RANK:
-                b_dr *= b_B
-                b_zr = load_rows(a, row, sa, o_c, o_k, L, K, BK) * b_dr
+            b_dq *= tl.exp2(b_B if BONUS else b_E)
+            b_z = b_q * b_dq
+            b_zr = b_z
+        b_k = b_met[:, None] * load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         if BONUS:
-            b_u = tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)  # [BK]
-            b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-            b_dq += b_met[:, None] * (b_k * b_u[None, :])
-            tl.store(du + (i_slot * HV + i_hv) * K + o_k, tl.sum(b_met[:, None] * (b_q * b_k.to(tl.float32)), 0), mask=o_k < K)
+            o_u = (i_slot.to(tl.int64) * HV + i_hv) * K + o_k
+            tl.store(du + o_u, tl.sum(b_q * b_k, 0), mask=o_k < K)
+            b_k *= tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+        b_dq += b_k
+        if LOW_RANK:
+            b_met_w = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)  # [C]
+            b_dq += b_met_w[:, None] * load_rows(b, row, sa, o_c, o_k, L, K, BK)
         tl.store(dq + out + o_out, b_dq.to(dq.dtype.element_ty), mask=m_out)
         if LOW_RANK:
+            if GATED:
+                b_dr *= tl.exp2(b_B)
+                b_zr = load_rows(a, row, sa, o_c, o_k, L, K, BK) * b_dr
             tl.store(da + out + o_out, b_dr.to(da.dtype.element_ty), mask=m_out)
+        if GATED:
+            if BONUS:
+                b_z = tl.zeros([C, BK], tl.float32)
+            b_dg = later(sets, b_z, b_zr, o_c, C, TYPE, LOW_RANK or BONUS, IPG)
+            tl.store(dg + out + o_out, b_dg, mask=m_out)
 
-        # writers
-        b_dk, b_dw = from_states(v, X, dS, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
-        b_qx = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+
+@triton.jit(do_not_specialize=["rows", "T", "HV"])
+def grad_writer_kernel(
+    q, k, a, b, g, u, v, X, chunks,  # as grad_reader_kernel
+    sets, near, dMqk, dMqw, dMrk, dMrw, met, S, dS,
+    dk, db, part, dg,  # part: dg of grad_reader_kernel
+    sk, sa, sv, rows, T, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
+    GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
+    TMA: tl.constexpr,  # v, X, dM are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
+):  # fmt: skip
+    """Gradients of k, b and the gate. One program a (chunk, value head)."""
+    pid = tl.program_id(0)
+    i_slot = pid // HV
+    i_hv = pid % HV
+    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
+    if L <= 0:
+        return
+    if GATED:
+        if tl.load(near + i_slot.to(tl.int64) * HV + i_hv) == 0:
+            return
+    TYPE: tl.constexpr = k.dtype.element_ty
+    NC = tl.cdiv(T, C)
+    i_b = i_slot // NC
+    t = (i_slot - i_b * NC) * C
+    o_c = tl.arange(0, C)
+    g += i_hv * K
+    q += i_hv // GROUP * K
+    k += i_hv // GROUP * K
+    a += i_hv // GROUP_A * K
+    b += i_hv // GROUP_A * K
+    m_c = o_c < L
+    out = (row * HV + i_hv) * K
+    b_qk = load_chunk(dMqk, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+    b_met = tl.load(met + (row + o_c) * HV + i_hv, mask=m_c, other=0.0)  # [C]
+    if BV >= V:
+        b_v = load_chunk(v, row, sv, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
+    if LOW_RANK:
+        if BV >= V:
+            b_x = load_chunk(X, row, HV * V, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
+        b_qw = load_chunk(dMqw, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+        b_rk = load_chunk(dMrk, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)
+        b_rw = load_chunk(dMrw, row, HV * C, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)
+    for i_k in range((K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        o_out = o_c[:, None] * (HV * K) + o_k[None, :]
+        m_out = m_c[:, None] & (o_k < K)[None, :]
+        if BV >= V:
+            b_dS = load_state(dS, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
+            b_dk = tl.dot(b_v, b_dS, input_precision=IP)
+            if LOW_RANK:
+                b_dw = tl.dot(b_x, b_dS, input_precision=IP)
+            if GATED:
+                b_S = load_state(S, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
+                b_dg = tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)  # [BK]
+        else:
+            o_S = (i_slot.to(tl.int64) * HV + i_hv) * V * K
+            b_dk, b_dw = from_states(v + i_hv * V, X + i_hv * V, dS + o_S, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
+            if GATED:
+                b_dg = passed(S + o_S, dS + o_S, o_k, K, V, BK, BV)
+        b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         if LOW_RANK:
-            b_rx = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+            b_r = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
         if GATED:
-            b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+            b_E, b_B, b_before, b_after = around_middle(g, sets, row, HV, o_c, o_k, L, K, C, BK, TYPE, IPG)
             b_dk *= b_after[None, :]
-            b_dg = tl.sum(b_k * b_I * b_dk, 0)  # [BK] of the state at the chunk's end
-            b_qx = (b_qx * b_D).to(TYPE)
+            b_q = (b_q * tl.exp2(b_B if BONUS else b_E)).to(TYPE)
+            b_dg *= b_before * b_after
+            b_E = tl.exp2(-b_E)
+            b_ends = load_rows(k, row, sk, o_c, o_k, L, K, BK) * b_E * b_dk  # of the state at the chunk's end
             if LOW_RANK:
-                b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
                 b_dw *= b_after[None, :]
-                b_dg += tl.sum(b_w * b_I * b_dw, 0)
-                b_rx = (b_rx * b_B).to(TYPE)
-        b_dk = tl.dot(tl.trans(load_pairs(dMqk, row, HV, i_hv, o_c, L, BONUS, C)), b_qx, b_dk, input_precision=IP)
+                b_ends += load_rows(b, row, sa, o_c, o_k, L, K, BK) * b_E * b_dw
+                b_r = (b_r * tl.exp2(b_B)).to(TYPE)
+            b_dg += tl.sum(b_ends, 0)
+        b_dk = tl.dot(tl.trans(b_qk), b_q, b_dk, input_precision=IP)
         if LOW_RANK:
-            b_dw = tl.dot(tl.trans(load_pairs(dMqw, row, HV, i_hv, o_c, L, False, C)), b_qx, b_dw, input_precision=IP)
-            b_dk = tl.dot(tl.trans(load_pairs(dMrk, row, HV, i_hv, o_c, L, False, C)), b_rx, b_dk, input_precision=IP)
-            b_dw = tl.dot(tl.trans(load_pairs(dMrw, row, HV, i_hv, o_c, L, False, C)), b_rx, b_dw, input_precision=IP)
+            b_dk = tl.dot(tl.trans(b_rk), b_r, b_dk, input_precision=IP)
+            b_dw = tl.dot(tl.trans(b_qw), b_q, b_dw, input_precision=IP)
+            b_dw = tl.dot(tl.trans(b_rw), b_r, b_dw, input_precision=IP)
         if GATED:
-            b_dk *= b_I
-            b_z -= b_k * b_dk
-            if LOW_RANK:
-                b_dw *= b_I
-                b_z -= b_w * b_dw
+            b_dk *= b_E
+            b_z = load_rows(k, row, sk, o_c, o_k, L, K, BK) * b_dk
+        b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
         if BONUS:
-            b_u = tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)  # [BK]
-            b_dk += b_met[:, None] * (load_rows(q, row, sk, o_c, o_k, L, K, BK) * b_u[None, :])
+            b_dk += b_met[:, None] * b_q * tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+        else:
+            b_dk += b_met[:, None] * b_q
         tl.store(dk + out + o_out, b_dk.to(dk.dtype.element_ty), mask=m_out)
         if LOW_RANK:
+            if GATED:
+                b_dw *= b_E
+                b_z += load_rows(b, row, sa, o_c, o_k, L, K, BK) * b_dw
+            b_met_w = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)  # [C]
+            b_dw += b_met_w[:, None] * b_q
             tl.store(db + out + o_out, b_dw.to(db.dtype.element_ty), mask=m_out)
         if GATED:
-            b_dg += passed(S, dS, o_k, K, V, BK, BV) * (b_before * b_after)
-            b_dgs = tl.zeros([C, BK], tl.float32) + b_dg[None, :]
-            b_R = tl.trans(load_sets(sets, 2 * LEVELS + 1, o_c, C))  # tokens from t on
-            b_dgs = summed(b_R, b_z, b_dgs, IPG)
-            if LOW_RANK or BONUS:
-                b_dgs = summed(tl.trans(load_sets(sets, 3 * LEVELS + 3, o_c, C)), b_zr, b_dgs, IPG)  # tokens after t
+            b_dgs = tl.load(part + out + o_out, mask=m_out, other=0.0) + b_dg[None, :]
+            b_dgs -= later(sets, b_z, b_z, o_c, C, TYPE, False, IPG)
             tl.store(dg + out + o_out, b_dgs.to(dg.dtype.element_ty), mask=m_out)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .affine import early
-from .grad_reader import from_states, load_pairs, passed
+from .grad_reader import from_states, passed
 from .score import gate_parts, gate_sums, load_sets, meets
 from .tile import chunk_rows, load_rows, log2_gate
 
@@ -24,12 +24,12 @@ def met_by(b_one, b_other, b_y, b_z, m, TWO: tl.constexpr, TURNED: tl.constexpr,
     return b_out
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_reader_far_kernel(
     q, k, a, b, g, u, do, v, X, U, chunks,  # as grad_reader_kernel
-    sets, near, dMqk, dMqw, dMrk, dMrw, S, dS,
+    sets, near, dMqk, dMqw, dMrk, dMrw, met, S, dS,
     dq, dk, da, db, dg, du,
-    sk, sa, sv, T, HV, scale,
+    sk, sa, sv, rows, T, HV, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
     LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
 ):  # fmt: skip
@@ -52,13 +52,16 @@ def grad_reader_far_kernel(
     g += i_hv * K
     do += i_hv * V
     v += i_hv * V
+    dMqk += i_hv * C
+    dMqw += i_hv * C
+    dMrk += i_hv * C
+    dMrw += i_hv * C
     X += i_hv * V
     U += i_hv * V
     S += (i_slot * HV + i_hv) * V * K
     dS += (i_slot * HV + i_hv) * V * K
     o_c = tl.arange(0, C)
     m_c = o_c < L
-    m_met = o_c[:, None] == o_c[None, :]
     out = (row * HV + i_hv) * K
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
@@ -101,12 +104,12 @@ def grad_reader_far_kernel(
             b_B = tl.exp2(gate_sums(b_Rr, b_hi, b_lo, EXACT, IPG))
             o_row, o_col = meets(o_c, level)
             m = o_row[:, None] == o_col[None, :]
-            b_qk = load_pairs(dMqk, row, HV, i_hv, o_c, L, True, C)  # [C, C]
+            b_qk = load_rows(dMqk, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
             b_qw, b_rk, b_rw = b_qk, b_qk, b_qk
             if LOW_RANK:
-                b_qw = load_pairs(dMqw, row, HV, i_hv, o_c, L, False, C)
-                b_rk = load_pairs(dMrk, row, HV, i_hv, o_c, L, False, C)
-                b_rw = load_pairs(dMrw, row, HV, i_hv, o_c, L, False, C)
+                b_qw = load_rows(dMqw, row, HV * C, o_c, o_c, L, C, C)
+                b_rk = load_rows(dMrk, row, HV * C, o_c, o_c, L, C, C)
+                b_rw = load_rows(dMrw, row, HV * C, o_c, o_c, L, C, C)
             b_Dq = b_B if BONUS else b_D
             b_qx, b_rx = (b_q * b_Dq).to(TYPE), (b_r * b_B).to(TYPE)
             b_ky, b_wy = (b_k * b_D).to(TYPE), (b_w * b_D).to(TYPE)
@@ -127,17 +130,14 @@ def grad_reader_far_kernel(
                 b_dr += b_B * b_x
                 b_dg = tl.dot(tl.trans(b_Rr), (b_rx * b_x).to(TYPE), b_dg, input_precision=IPG)
             b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
-        b_met = load_pairs(dMqk, row, HV, i_hv, o_c, L, False, C).to(tl.float32)
-        b_met = tl.sum(tl.where(m_met, b_met, 0.0), 1)  # [C]
-        b_met = b_met[:, None]
+        b_met = tl.load(met + (row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]  # [C, 1]
         if BONUS:
             tl.store(du + (i_slot * HV + i_hv) * K + o_k, tl.sum(b_met * (b_q.to(tl.float32) * b_k.to(tl.float32)), 0), mask=o_k < K)
             b_met = b_met * tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
         b_dq += b_met * b_k
         b_dk += b_met * b_q
         if LOW_RANK:
-            b_met = load_pairs(dMqw, row, HV, i_hv, o_c, L, False, C).to(tl.float32)
-            b_met = tl.sum(tl.where(m_met, b_met, 0.0), 1)[:, None]
+            b_met = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]
             b_dq += b_met * b_w
             b_dw += b_met * b_q
             tl.store(da + out + o_out, b_dr.to(da.dtype.element_ty), mask=m_out)
