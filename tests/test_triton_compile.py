@@ -42,6 +42,13 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_kernel", ("DELTA",)): (304, _GRADIENTS),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
     (("sm_90",), "score_kernel", ("DELTA",)): (320, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
+    (SERVED, "affine_kernel", ("FAR",)): (1300, f"{_FAR}; in the blocks of all other chunks, so that bits agree"),
+    (("sm_80", "sm_90"), "affine_kernel", ("LOW_RANK",)): (320, "four matrices of scores and a chunk's inverse at once"),
+    (("sm_80", "sm_90"), "grad_pair_kernel", ("LOW_RANK",)): (360, _GRADIENTS),
+    (SERVED, "grad_reader_kernel", ()): (480, _GRADIENTS),
+    (SERVED, "grad_writer_kernel", ()): (480, _GRADIENTS),
+    (SERVED, "grad_reader_far_kernel", ()): (3700, _FAR),
+    (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (16, "not measured on such a card; the gated delta rule's largest scan"),
 }
 

@@ -59,6 +59,8 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
         return None if cell.K <= RECURRENT_WIDEST else f"none for K={cell.K} above {RECURRENT_WIDEST} in this version"
+    if cell.dtype == torch.float16 and (cell.rule is Rule.DPLR or cell.gate is Gate.VALUE or cell.bonus or cell.before):
+        return f"none for {cell.dtype} with rule {cell.rule.value!r} and gate {cell.gate.value!r} that a GPU has proved"
     alone = cell.rule is Rule.DPLR or cell.bonus
     if cell.gate is Gate.VALUE and cell.rule is not Rule.ADD or alone and cell.gate not in (Gate.NONE, Gate.KEY):
         return f"none for rule {cell.rule.value!r}{' and a bonus' if cell.bonus else ''} with gate {cell.gate.value!r} in this version"
