@@ -2,7 +2,6 @@
 
 Rows are tokens of all sequences, one after the other: [R, D]. Sequences are T rows each, or PACKED: first [R] holds the first row of each
 row's own sequence, sequence [R] its number, offsets [N + 1] where sequences begin. weight [D, W], its last column meets the current row.
-ALIGNED: sequences begin only at multiples of the rows loaded at a time, so most rows are known to see no further back than their sequence.
 """
 
 # mypy: ignore-errors
@@ -33,31 +32,19 @@ def columns(p, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def squash(b_z):
-    """sigmoid(z). One over a square root is one instruction where a quotient is six; far below -40 it is 0."""
-    b_e = 1.0 + tl.exp2(b_z * -1.4426950408889634)
-    return tl.rsqrt(b_e * b_e)
-
-
-@triton.jit
-def seen(past, j: tl.constexpr, n, p_state, o_d, m, W: tl.constexpr, STATE: tl.constexpr, SURE: tl.constexpr):
-    """What row t sees j rows back, t being row n of its sequence: an earlier row, or the initial state (else zeros) before the sequence.
-
-    SURE: n >= j.
-    """
-    b_x = past
-    if not SURE:
-        b_x = tl.where(n >= j, past, 0.0)
-        if STATE:
-            b_x += tl.load(p_state + o_d.to(tl.int64) * (W - 1) + (W - 1) + n - j, mask=m & (n < j), other=0.0).to(tl.float32)
+def seen(past, j: tl.constexpr, n, p_state, o_d, m, W: tl.constexpr, STATE: tl.constexpr):
+    """What row t sees j rows back, t being row n of its sequence: an earlier row, or the initial state (else zeros) before the sequence."""
+    b_x = tl.where(n >= j, past, 0.0)
+    if STATE:
+        b_x += tl.load(p_state + o_d.to(tl.int64) * (W - 1) + (W - 1) + n - j, mask=m & (n < j), other=0.0).to(tl.float32)
     return b_x
 
 
 @triton.jit(do_not_specialize=["R"])
 def conv_kernel(
     x, weight, bias, residual, state, first, sequence, y, sx, sr, R, T, D, L,
-    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y = act(conv(x) + bias) + residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded at a time."""
     start = tl.program_id(0) * L
@@ -69,70 +56,64 @@ def conv_kernel(
     for j in tl.static_range(W - 1):
         t = start - (W - 1) + j
         past = past + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t >= 0), other=0.0).to(tl.float32),)
-    p_x = x + start.to(tl.int64) * sx + o_d
-    p_y = y + start.to(tl.int64) * D + o_d
     for i in range(0, L, U):
         new = ()
         for u in tl.static_range(U):
-            new = new + (tl.load(p_x + u * sx, mask=m_d & (start + i + u < R), other=0.0),)
-        n_0 = start + i - beginning(start + i, first, R, T, PACKED)
-        p_state = state
+            t = start + i + u
+            new = new + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t < R), other=0.0),)
         for u in tl.static_range(U):
             t = start + i + u
-            n = n_0 + u if ALIGNED else t - beginning(t, first, R, T, PACKED)
+            n = t - beginning(t, first, R, T, PACKED)
+            p_state = state
             if STATE:
                 p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
             b_x = new[u].to(tl.float32)
             b_z = b_b
             for j in tl.static_range(W - 1):
-                b_z += b_w[j] * seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, ALIGNED and u >= W - 1 - j)
+                b_z += b_w[j] * seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE)
             b_z += b_w[W - 1] * b_x
             if SILU:
-                b_z *= squash(b_z)
+                b_z *= tl.sigmoid(b_z)
             m = m_d & (t < R)
             if RESIDUAL:
                 b_z += tl.load(residual + t.to(tl.int64) * sr + o_d, mask=m, other=0.0).to(tl.float32)
-            tl.store(p_y + u * D, b_z.to(y.dtype.element_ty), mask=m)
+            tl.store(y + t.to(tl.int64) * D + o_d, b_z.to(y.dtype.element_ty), mask=m)
             past = past[1:] + (b_x,)
-        p_x += U * sx
-        p_y += U * D
 
 
 @triton.jit
 def grad_rows(
     x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, t0, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
-    ROWS: tl.constexpr, OWN: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, OWN: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows from t0 on. owed: what rows t - (W - 1) to t - 1 have of their gradients; each is stored with the last row that saw it.
 
     OWN: the rows are the program's own, and count for the gradients of weight and bias.
     """
     new, up = (), ()
-    p_x, p_dy = x + t0.to(tl.int64) * sx + o_d, dy + t0.to(tl.int64) * sy + o_d
-    p_dx = dx + (t0 - (W - 1)).to(tl.int64) * D + o_d
-    for u in tl.static_range(ROWS):
-        m = m_d & (t0 + u < R)
-        new = new + (tl.load(p_x + u * sx, mask=m, other=0.0),)
-        up = up + (tl.load(p_dy + u * sy, mask=m, other=0.0),)
-    n_0 = t0 - beginning(t0, first, R, T, PACKED)
-    p_state = state
     for u in tl.static_range(ROWS):
         t = t0 + u
-        n = n_0 + u if ALIGNED else t - beginning(t, first, R, T, PACKED)
+        m = m_d & (t < R)
+        new = new + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m, other=0.0),)
+        up = up + (tl.load(dy + t.to(tl.int64) * sy + o_d, mask=m, other=0.0),)
+    for u in tl.static_range(ROWS):
+        t = t0 + u
+        n = t - beginning(t, first, R, T, PACKED)
+        p_state = state
         if STATE:
             p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
         b_x = new[u].to(tl.float32)
         b_dz = up[u].to(tl.float32)
         see = ()
         for j in tl.static_range(W - 1):
-            see = see + (seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, ALIGNED and u >= W - 1 - j),)
+            see = see + (seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE),)
         see = see + (b_x,)
         if SILU:
             b_z = b_b
             for j in tl.static_range(W):
                 b_z += b_w[j] * see[j]
-            b_s = squash(b_z)
+            b_s = tl.sigmoid(b_z)
             b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
         if OWN:
             sums = ()
@@ -143,8 +124,7 @@ def grad_rows(
                 b_db += b_dz
         rest = ()
         for j in tl.static_range(W - 1):
-            b_to = b_dz if ALIGNED and u >= W - 1 - j else tl.where(n >= W - 1 - j, b_dz, 0.0)
-            rest = rest + (owed[j] + b_w[j] * b_to,)
+            rest = rest + (owed[j] + b_w[j] * tl.where(n >= W - 1 - j, b_dz, 0.0),)
         r = t - (W - 1)
         m = m_d & (r >= start) & (r < R)
         b_d = rest[0]
@@ -156,7 +136,7 @@ def grad_rows(
                 end = (r // T + 1) * T
             c = W - 1 - (end - r)
             b_d += tl.load(dlast + (i_n * D + o_d) * (W - 1) + c, mask=m & (c >= 0), other=0.0).to(tl.float32)
-        tl.store(p_dx + u * D, b_d.to(dx.dtype.element_ty), mask=m)
+        tl.store(dx + r.to(tl.int64) * D + o_d, b_d.to(dx.dtype.element_ty), mask=m)
         owed = rest[1:] + (b_w[W - 1] * b_dz,)
         past = past[1:] + (b_x,)
     return past, owed, b_dw, b_db
@@ -165,8 +145,8 @@ def grad_rows(
 @triton.jit(do_not_specialize=["R"])
 def conv_grad_kernel(
     x, weight, bias, dy, state, dlast, first, sequence, offsets, dx, dweight, sx, sy, R, T, D, L,
-    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, weight and bias. dlast [N, D, W - 1]: the incoming gradient of the final state. Grid as in conv_kernel.
 
@@ -188,11 +168,11 @@ def conv_grad_kernel(
     for i in range(0, L, U):
         past, owed, b_dw, b_db = grad_rows(
             x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
-            b_db, U, True, W, PACKED, ALIGNED, STATE, LAST, BIAS, SILU,
+            b_db, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
         )  # fmt: skip
     grad_rows(
         x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + L, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
-        W - 1, False, W, PACKED, ALIGNED, STATE, LAST, BIAS, SILU,
+        W - 1, False, W, PACKED, STATE, LAST, BIAS, SILU,
     )  # fmt: skip
     p_dw = dweight + i_l.to(tl.int64) * (W + BIAS) * D + o_d
     for j in tl.static_range(W):
@@ -245,7 +225,7 @@ def conv_state_grad_kernel(
             b_z = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
             for j in tl.static_range(W):
                 b_z += b_w[j] * inputs[a + j]
-            b_s = squash(b_z)
+            b_s = tl.sigmoid(b_z)
             b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
         slopes = slopes + (b_dz,)
     for c in tl.static_range(W - 1):
@@ -287,7 +267,7 @@ def conv_update_kernel(
             b_z += b_w[j] * past[S - (W - 1) + j]
         b_z += b_w[W - 1] * b_x
         if SILU:
-            b_z *= squash(b_z)
+            b_z *= tl.sigmoid(b_z)
         b_z = tl.where(i_s >= 0, b_z, 0.0)
         tl.store(p_y, b_z.to(y.dtype.element_ty), mask=m_d)
         past = past[1:] + (b_x,)

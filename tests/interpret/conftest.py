@@ -19,7 +19,6 @@ SLOW = (
     r"test_gated_norms\[.*(float16|layer_norm-silu|rms_norm-sigmoid-torch.float32)",
     r"test_new_tokens_on_a_pool\[.*(float32-3|bfloat16-4|float32-6)",
     r"test_losses_and_slopes\w+\[.*(37-plain-none|bfloat16-37-every term-mean)",
-    r"test_turns_and_turns_back\[.*bfloat16-True",
     r"test_pieces_give_what_the_whole_gives\[.*more pieces",
     r"test_pieces_give_what_the_whole_gives\[3 pieces.*(none|head)",
     r"test_pieces_need_no_states",

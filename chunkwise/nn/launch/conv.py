@@ -67,8 +67,8 @@ def forward(
         L = _pieces(R, D, BD, AHEAD)
         conv_kernel[(-(-R // L), -(-D // BD))](
             a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
-            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0,
-            STATE=state is not None, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
+            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, STATE=state is not None,
+            BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
         )  # fmt: skip
     last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else x.new_empty(0)
     if last.numel():
@@ -101,7 +101,7 @@ def backward(
         conv_grad_kernel[(-(-R // L), -(-D // BD))](
             a, flat, x if bias is None else bias, u, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx, parts,
             sx, sy, R, at.T, D, L, W=W, U=BACK, BD=BD, PACKED=at.first is not None,
-            ALIGNED=at.first is None and at.T % BACK == 0, STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
+            STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
             SILU=silu, num_warps=warps,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
