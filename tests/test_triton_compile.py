@@ -48,6 +48,9 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (SERVED, "grad_reader_kernel", ()): (480, _GRADIENTS),
     (SERVED, "grad_writer_kernel", ()): (480, _GRADIENTS),
     (SERVED, "grad_reader_far_kernel", ()): (3700, _FAR),
+    (("sm_90",), "grad_key_kernel", ("NEAR", "not DELTA")): (320, f"{_GRADIENTS}; rows the copy engine cannot move"),
+    (("sm_90",), "grad_key_kernel", ("not NEAR", "not DELTA")): (1760, _FAR),
+    (("sm_90",), "score_bounded_kernel", ("not PAIRS",)): (760, "few channels and fp32 gates; not measured"),
     (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (16, "not measured on such a card; the gated delta rule's largest scan"),
 }
