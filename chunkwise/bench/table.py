@@ -101,9 +101,8 @@ def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -
         own = run[OURS]
         c, ratio = own["case"], _ratio(own, [r for n, r in run.items() if n != OURS])
         backend = " (torch)" if threads is None and any(r["backend"] == "torch" for r in own["ran"]) else ""
-        pool = f", {c['pool']} pool" if c.get("pool") else ""
         text.append(
-            f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']}{pool} | {own['pass']} | {_time(own)}{backend} | "
+            f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']} | {own['pass']} | {_time(own)}{backend} | "
             + "".join(f"{_time(run.get(n))} | " for n in others)
             + f"{ratio} | {worst(own)[1]:.0e} |"
         )
@@ -117,9 +116,9 @@ def _order(row: Mapping[str, Any], shapes: Sequence[str]) -> tuple[Any, ...]:
 
 
 def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What stands between the two markers."""
+    """What stands between the two markers: not steps in pools, whose times are in docs/facts.md."""
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
-    for row in latest(rows):
+    for row in latest(row for row in rows if not row["case"].get("pool")):
         groups.setdefault((row["device"], row["threads"]), []).append(row)
     text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in _device(name, threads, group)]
     return "\n".join(text) if text else NOTHING
