@@ -67,7 +67,8 @@ def test_a_step_is_the_recurrent_form_in_a_slot(op, v_first):
 
 @every
 def test_rejected_drafts_leave_no_trace(op):
-    """Four tokens at once, two accepted, then another: what one by one would have given; states in half precision round alike."""
+    """Four tokens at once, two accepted, then another: what one by one would have given. States in half precision round alike, but for the
+    last bit on a GPU, where the kernel of four tokens fuses other products and sums than that of one."""
     x, pool = drawn(op, T=5)
     pool = pool.to(torch.bfloat16)
     S, index = pool.clone(), LANES.to(oracle.DEVICE)
@@ -81,7 +82,9 @@ def test_rejected_drafts_leave_no_trace(op):
     last = {n: z[:, 4:] if op.args[n].per_token else z for n, z in x.items()}
     after = decode(op, last, pool, table, accepted=2 * one)
     want = [decode(op, {n: z[:, t : t + 1] if op.args[n].per_token else z for n, z in x.items()}, S, index) for t in (0, 1, 4)]
-    assert torch.equal(o[:, :2], torch.cat(want[:2], 1)) and torch.equal(after, want[2])
+    got, want = torch.cat((o[:, :2], after), 1), torch.cat(want, 1)
+    slack = 0 if oracle.DEVICE.type == "cpu" else torch.finfo(pool.dtype).eps * want.abs().max()
+    assert ((got - want).abs() <= slack).all()
 
 
 @every

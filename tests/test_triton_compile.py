@@ -110,6 +110,13 @@ def test_packed_sequences_build_too():
     check(made)
 
 
+@pytest.mark.parametrize("op", ["rwkv7", "comba"])
+def test_the_widest_blocks_fit_a_card_where_readers_are_of_their_own(op):
+    """A full card and 128 channels: three stages of a dplr scan's operands were more than its shared memory."""
+    made = build("sm_90", op, sizes=((128, 128),))
+    assert made and all(b.fits for b in made)
+
+
 @pytest.mark.parametrize("arch", SERVED)
 def test_the_recurrent_form_builds_for_every_card(arch):
     made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",)) + build(

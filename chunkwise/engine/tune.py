@@ -102,7 +102,12 @@ def _state_pass(p: Problem) -> Config:
 
 
 def _fills(p: Problem, cost: int) -> bool:
-    """Whether blocks of 128 x 128 of a state fit, with so many bytes of shared memory, and give three of four multiprocessors work."""
+    """Whether blocks of 128 x 128 of a state fit, with so many bytes of shared memory, and give three of four multiprocessors work.
+
+    Readers and writers of their own (dplr, a bonus, an erase key) need more memory than was measured, and keep the narrower blocks.
+    """
+    if p.rule is Rule.DPLR or p.bonus or p.erase:
+        return False
     programs = p.N * p.HV * -(-p.V // 128)
     square = padded(p.K) == 128 and p.V > 64 and p.dtype != torch.float32
     return square and 4 * programs >= 3 * MULTIPROCESSORS and card().arch == "sm_90" and card().shared >= cost
