@@ -2,6 +2,7 @@
 
 import doctest
 import re
+from itertools import accumulate
 from pathlib import Path
 
 import oracle
@@ -10,6 +11,7 @@ import torch
 from oracle import OPS, Case, check, ids, make
 
 from chunkwise import decode, prefill
+from chunkwise.engine import recurrent
 from chunkwise.reference import reference
 from chunkwise.spec import Op, Rule, Streams
 
@@ -181,6 +183,28 @@ def test_raw_streams_are_prepared_on_the_way(op):
     check({"o": o, "final state": ST}, truth, honest)
     o = decode(op, x, S, **raw(op, x))
     check({"o": o, "final state": S}, truth, honest)
+
+
+@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="a GPU's kernel takes every state by itself")
+@pytest.mark.parametrize("size", [1, 4 * 5 * 6, 3 * 4 * 5 * 6], ids=["a head", "a sequence", "several sequences"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_worked_on_in_blocks(monkeypatch, dtype, size):
+    """Neighbours, strangers and padded lanes, sequences of several lengths: always the bits of all at once."""
+    monkeypatch.setattr(recurrent, "BLOCK", size)
+    lengths, slots = [2, 0, 3, 1, 1, 2, 4], [5, 3, -1, 7, 0, 1, 2]
+    call = make(BASIC, Case(T=sum(lengths), H=2, n=2, K=5, V=6), torch.float32)
+    x, cu = {n: t.detach() for n, t in call.x.items()}, torch.tensor([0, *accumulate(lengths)])
+    pool = BASIC.draw_state(call.case.sizes, 9).to(dtype)
+    before, index = pool.clone(), torch.tensor(slots)
+    o = decode(BASIC, x, pool, index, cu_seqlens=cu)
+    S0 = before[index.clamp(min=0)].float()
+    got = BASIC(x, initial_state=S0, output_final_state=True, cu_seqlens=cu, form="recurrent")
+    monkeypatch.setattr(recurrent, "BLOCK", 1 << 30)
+    want, ST = BASIC(x, initial_state=S0, output_final_state=True, cu_seqlens=cu, form="recurrent")
+    assert torch.equal(got[0], want) and torch.equal(got[1], ST)
+    want[:, 2:5] = 0
+    before[[s for s in slots if s >= 0]] = ST[index >= 0].to(dtype)
+    assert torch.equal(o, want) and torch.equal(pool, before)
 
 
 def test_one_projection_stands_for_q_k_and_v():

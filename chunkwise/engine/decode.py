@@ -106,7 +106,7 @@ def decode(
     if missing is not None:
         from .decode_torch import composed
 
-        return composed(op, x, pool, w, {**o, "backend": backend})
+        return composed(op, x, pool, sizes, w, {**o, "backend": backend})
     s, raw = raw_streams(op, x, o)
     scale = s.q.shape[-1] ** -0.5 if scale is None else scale
     gate = Gate.NONE if s.g is None else op.gate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -134,8 +134,14 @@ def _check_state(op: Op, S0: Any, shape: tuple[int, ...], v_first: bool, device:
         raise ValueError(f"{op.name}: initial_state must be {axes} = {list(want)}, got {list(S0.shape)}")
 
 
-def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any], choose: Any = choose) -> Output:
-    """A public call: options checked, prologue, lowering, the member's passes, and the pair the caller gets."""
+def run(
+    op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any], choose: Any = choose,
+    slots: Sequence[int] | None = None,
+) -> Output:  # fmt: skip
+    """A public call: options checked, prologue, lowering, the member's passes, and the pair the caller gets.
+
+    slots: the initial state is a pool of states, which move on in place.
+    """
     from .raw import recurrent_form
     from .scan import Scan
 
@@ -149,10 +155,12 @@ def run(op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o
     if o["precision"] not in ("ieee", "tf32"):
         raise ValueError(f"{op.name}: precision must be 'ieee' or 'tf32', got {o['precision']!r}")
     if S0 is not None:
-        _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
+        if slots is None:
+            _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
         S0 = S0.mT if o["state_v_first"] else S0
-    scan = Scan(op, choose, o["form"], o["backend"], o["chunk_size"], o["precision"], o["scale"], bool(o["output_final_state"]), cu, cpu)
-    made = recurrent_form(scan, inputs, S0, o)
+    asked = (o["form"], o["backend"], o["chunk_size"], o["precision"], o["scale"], bool(o["output_final_state"]))
+    scan = Scan(op, choose, *asked, cu, cpu, slots)
+    made = recurrent_form(scan, inputs, S0, o) if device.type != "cpu" else None
     if made is None:
         x = {**prologue(op.name, inputs, o), **{n: o[n] for n in op.settings}}
         made = op.passes(scan, S0, **x) if op.passes is not None else scan((op.lower or Streams)(**x), S0)

@@ -6,6 +6,7 @@ Where nobody looks, the plan is called directly: crossing the dispatcher twice c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -165,7 +166,7 @@ class Direct(torch.autograd.Function):
         return None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[3:]))
 
 
-def _direct(tensors: tuple[Tensor | None, ...]) -> bool:
+def direct(tensors: tuple[Tensor | None, ...]) -> bool:
     """Nobody traces, transforms or watches: the plan can be called as a function."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
@@ -189,9 +190,13 @@ def recurrence(
     precision: str,
     final: bool,
     grad: bool,
+    slots: Sequence[int] | None = None,
 ) -> Output:
-    """A pass of the engine: o [B, T, HV, V], and the last state [N, HV, K, V] if `final`; differentiable if `grad`."""
-    if not _direct((*x, S0, cu, cu_cpu)):
+    """A pass of the engine: o [B, T, HV, V], and the last state [N, HV, K, V] if `final`; differentiable if `grad`.
+
+    slots: S0 is a pool that the recurrent plan works in, for calls nobody watches.
+    """
+    if not direct((*x, S0, cu, cu_cpu)):
         call = Traced.apply if grad else torch.ops.chunkwise.forward
         o, ST, _ = call(*x, S0, cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
@@ -199,5 +204,5 @@ def recurrence(
     if grad:
         return Direct.apply(made, p, final, *x, S0)
     with _outside(x.q):
-        o, ST, _ = made.forward(p, x, S0, final=final, save=False)
+        o, ST, _ = made.forward(p, x, S0, final=final, save=False, **({} if slots is None else {"slots": slots}))
     return o, ST

@@ -6,7 +6,7 @@ which runs `scan(streams, S0, ...)` as often as it needs and returns (o, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ class Scan:
     final: bool  # the caller wants the last state
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
+    slots: Sequence[int] | None = None  # the state is a pool: see engine/recurrent.py
 
     def __call__(
         self, x: Streams, S0: Tensor | None, *, gate: Gate | None = None, rule: Rule | None = None, scale: float | None = None,
@@ -51,7 +52,7 @@ class Scan:
         c = self.choose(self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, form=self.form, backend=self.backend)
         return recurrence(
             x, S0, cu, cpu, gate=cell.gate, rule=cell.rule, plan=c.plan, chunk=c.chunk, scale=scale, precision=precision or self.precision,
-            final=self.final, grad=grad,
+            final=self.final, grad=grad, slots=self.slots,
         )  # fmt: skip
 
     def scaled(self, x: Streams) -> float:
