@@ -253,12 +253,31 @@ def ours(**given):
         (dict(mixer="kda", use_gate=False), "kda", "use_gate must be True, got False"),
         (dict(mixer="gated_delta_rule", use_short_conv=False), "qwen3_5_text", "use_short_conv must be True"),
         (dict(mixer="kda", expand_v=2), "kimi_linear", "keys and values must be alike"),
+        (dict(mixer="comba"), "comba", "normalize_feedback must be True, got False"),
+        (dict(mixer="gla", mixer_norm_eps=0.5), "gla", "mixer_norm_eps must be norm_eps"),
+        (dict(mixer="gated_delta_rule", hidden_act="relu"), "qwen3_5_text", "hidden_act must be 'silu', got 'relu'"),
+        (dict(mixer="full_attention", layer_types=["full_attention", "sliding_attention"], sliding_window=4), "transformer", "be alike"),
         (dict(mixer="kda", head_dim=4), "nothing", "model_type must be one of"),
     ],
 )  # fmt: skip
 def test_what_they_cannot_say_is_refused_by_name(given, to, said):
     with pytest.raises(ValueError, match=said):
         write_model(ours(**given), to)
+
+
+def test_attention_of_a_transformer_keeps_its_shape():
+    given = dict(num_heads=4, num_kv_heads=2, rope_theta=500.0)
+    model, x = ours(mixer="full_attention", attention=given).eval(), ids(1, 9)
+    assert torch.equal(read_model(*write_model(model, "transformer"))(x).logits, model(x).logits)
+
+
+def test_tensors_of_a_layer_that_are_missing_or_left_over_are_named():
+    config, state = write_model(ours(mixer="gated_delta_rule"), "qwen3_5_text")
+    name = "model.layers.0.linear_attn.conv1d"
+    with pytest.raises(ValueError, match="left over.*conv1d.bias"):
+        read_model(config, {**state, f"{name}.bias": torch.ones(4)})
+    with pytest.raises(ValueError, match="missing conv1d.weight"):
+        read_model(config, {n: t for n, t in state.items() if n != f"{name}.weight"})
 
 
 def test_an_output_gate_with_a_bias_has_no_place_in_kimi_linear():

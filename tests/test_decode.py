@@ -343,3 +343,12 @@ def test_a_gradient_is_refused():
     x["v"].requires_grad_()
     with pytest.raises(ValueError, match="has no gradient, and v requires one"):
         decode(BASIC, x, pool, LANES.to(oracle.DEVICE))
+
+
+def test_parameters_of_the_gate_leave_the_pool_plain():
+    op = next(op for op in OPS if op.name == "gated_delta_rule")
+    x = op.draw(dict(B=2, T=5, H=2, HV=2, K=4, V=4))
+    pool, A_log = torch.zeros(4, 2, 4, 4), torch.nn.Parameter(torch.zeros(2))
+    for step in prefill, decode:
+        o = step(op, x, pool, torch.tensor([1, 2]), use_gate_in_kernel=True, A_log=A_log)
+        assert not pool.requires_grad and not o.requires_grad

@@ -167,6 +167,15 @@ def test_the_fused_form_gives_the_bits_of_the_chunk_form(op):
 
 
 @every
+@torch.no_grad()
+def test_many_large_states_are_computed_as_one_is(op):
+    """Also where their sizes choose the way."""
+    call = make(op, Case(B=2, T=70, H=24, K=64, V=48, chunk=64), torch.float32)
+    whole, alone = (op(x, output_final_state=True) for x in (call.x, samples(op, call.x, slice(1, 2))))
+    assert all(torch.equal(a[1:], b) for a, b in zip(whole, alone))
+
+
+@every
 @pytest.mark.parametrize("at", [1, 20, 64, 69])
 def test_causality_is_bitwise(op, at):
     call = make(op, Case(T=70, H=2, n=2, K=16, V=8), torch.float32)

@@ -131,3 +131,23 @@ def test_second_derivatives_are_refused(op):
     d = torch.autograd.grad(o.square().sum(), list(call.x.values()), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(g.square().sum() for g in d).backward()
+
+
+@every
+def test_forward_mode_is_refused_rather_than_dropped(op):
+    call = make(op, Case(T=3, K=4, V=4), torch.float64)
+    name, t = next(iter(call.x.items()))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda t: op({**call.x, name: t})[0], (t.detach(),), (torch.ones_like(t),))
+
+
+@every
+def test_states_are_dense_as_tracing_is_told(op):
+    """Whatever the strides of the state given: compiled code relies on it."""
+    call = make(op, Case(B=2, T=3, H=2, K=4, V=6), torch.float32)
+    S0 = call.S0.detach().mT.contiguous().mT
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            call_whole = torch.compile(lambda x, S: op(x, initial_state=S, output_final_state=True), fullgraph=True, backend="aot_eager")
+            made, told = op(call.x, initial_state=S0, output_final_state=True)[1], call_whole(call.x, S0)[1]
+            assert torch.equal(made, told) and (op.passes is not None or made.is_contiguous())

@@ -17,11 +17,13 @@ def convert(
 ) -> None:
     """Read a checkpoint of flash-linear-attention or transformers into a chunkwise model, or write one in their layout."""
     need("transformers", "models")
+    from safetensors import SafetensorError
+
     from chunkwise.models.convert import layouts, read_folder, write_folder
 
     if to != "chunkwise" and to not in layouts():
         raise Refusal(f"--to must be chunkwise or one of {', '.join(layouts())}, got {to}")
-    with refusing(ValueError, TypeError, OSError):
+    with refusing(ValueError, TypeError, OSError, SafetensorError):
         model = read_folder(source)
         write_folder(model, out, to, source)
     count = sum(p.numel() for p in model.parameters())

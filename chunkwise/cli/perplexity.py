@@ -52,7 +52,7 @@ def perplexity(
         tokens = torch.tensor([i for t in found for i in encode(tokenizer, t)])
     if len(tokens) < context:
         raise Refusal(f"the text has {len(tokens)} tokens, fewer than --context {context}")
-    starts = torch.linspace(0, len(tokens) - context, min(windows, len(tokens) // context)).long()
+    starts = torch.linspace(0, len(tokens) - context, min(windows, len(tokens) // context), dtype=torch.float64).long()
     nats = sum(nats_by_context(network, tokens[s : s + context][None].to(device)) for s in starts.tolist()) / len(starts)
     seen = by_doubling(torch.as_tensor(nats))
     print("tokens seen   perplexity   bits per token")

@@ -24,6 +24,11 @@ def composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, sizes: Mappin
         own = dict(form=Form.RECURRENT.value, initial_state=pool, state_v_first=w.v_first, cu_seqlens=w.cu_seqlens)
         with torch.no_grad():
             return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places)[0]
+    with torch.no_grad():
+        return _composed(op, x, pool, w, o)
+
+
+def _composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, w: Where, o: Mapping[str, Any]) -> Tensor:
     slots = w.slots(pool)
     live = slots >= 0
     S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))

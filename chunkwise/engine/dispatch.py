@@ -103,14 +103,14 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
 
 def check_offsets(name: str, cu: Tensor, cpu: Tensor | None, B: int, T: int, device: torch.device) -> None:
     """cu_seqlens must be offsets of a packed row; values are read only where that needs no synchronisation."""
-    for label, t, where in (("cu_seqlens", cu, device.type), ("cu_seqlens_cpu", cpu, "cpu")):
+    for label, t, where in (("cu_seqlens", cu, device), ("cu_seqlens_cpu", cpu, torch.device("cpu"))):
         if t is None:
             continue
         if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: {label} must be an int32 or int64 tensor [N + 1], got {getattr(t, 'dtype', type(t).__name__)}")
         if t.ndim != 1 or t.shape[0] < 1 or t.shape != cu.shape:
             raise ValueError(f"{name}: {label} must be [N + 1], got {list(t.shape)}")
-        if t.device.type != where:
+        if t.device != where:
             raise ValueError(f"{name}: {label} must be on {where}, got {t.device}")
     if B != 1:
         raise ValueError(f"{name}: cu_seqlens packs sequences into one row: flatten to B=1, got B={B}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler.compiler import CompiledKernel
@@ -17,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tune import Config
 
+AMD = torch.version.hip is not None
 READY: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}  # and the switches in the kernel's order
 
 
@@ -30,7 +32,7 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
 def _kind(x: Any) -> Any:
     """What of an argument a compiled kernel depends on."""
     if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
+        return x.dtype, x.data_ptr() % 16 == 0, AMD and x.untyped_storage().nbytes() < 2**31  # there offsets have 32 bits where these do
     if isinstance(x, TensorDescriptor):
         return x.base.dtype, *x.block_shape
     if isinstance(x, int):

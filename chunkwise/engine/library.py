@@ -78,14 +78,15 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan, p, x = resolve(tuple(streams), *switches)
     with _outside(x.q):
         o, ST, saved = plan.forward(p, x, S0, final=final, save=save)
-    return o, _present(ST, o), _present(saved, o)
+    return o, _present(None if ST is None else ST.contiguous(), o), _present(saved, o)  # dense, as the shapes for tracing say
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, saved, do, dST = args[STREAMS + 1 :]
     plan, p, x = resolve(tuple(streams), *switches)
-    return tuple(_present(t, do) for t in _gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST))
+    d = _gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST)
+    return tuple(_present(None if t is None else t.contiguous(), do) for t in d)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,9 +167,16 @@ class Direct(torch.autograd.Function):
         return None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[3:]))
 
 
+def forward_mode() -> bool:
+    """Whether tangents may be carried along, or another transform is at work: an autograd.Function refuses what an operator would drop."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def direct(tensors: tuple[Tensor | None, ...]) -> bool:
     """Nobody traces, transforms or watches: the plan can be called as a function."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_mode():
         return False
     for t in tensors:
         if t is not None and (type(t) not in PLAIN or t.is_meta):
@@ -197,7 +205,9 @@ def recurrence(
     slots: S0 is a pool that the recurrent plan works in, for calls nobody watches.
     """
     if not direct((*x, S0, cu, cu_cpu)):
-        call = Traced.apply if grad else torch.ops.chunkwise.forward
+        if slots is not None:
+            raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
+        call = Traced.apply if grad or forward_mode() else torch.ops.chunkwise.forward
         o, ST, _ = call(*x, S0, cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)

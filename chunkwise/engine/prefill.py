@@ -52,25 +52,26 @@ def prefill(
     if fresh is not None and (not isinstance(fresh, Tensor) or fresh.dtype != torch.bool or fresh.shape != (N,)):
         raise ValueError(f"{who}: fresh must be a bool tensor [N] = [{N}], got {list(fresh.shape) if isinstance(fresh, Tensor) else fresh}")
     _check_snapshots(who, pool, w, into, every, T)
-    slots, axes = w.slots(pool), (-1, 1, 1, 1)
-    S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
-    if fresh is not None:
-        empty = op.empty_state(sizes, 1, dtype=S.dtype, device=S.device)
-        S = torch.where(fresh.view(axes), empty.mT if state_v_first else empty, S)
-    made = []
-    for i, start in enumerate(range(0, T, every or max(T, 1))):
-        part = {n: t if t is None or not every or not op.args[n].per_token else t[:, start : start + every] for n, t in inputs.items()}
-        o, ST = op(part, initial_state=S, output_final_state=True, cu_seqlens=cu_seqlens, state_v_first=state_v_first, **options)
-        S = given(ST)
-        made.append(o)
-        if every and into is not None and i < into.shape[1]:
-            store(pool, into[:, i].long(), S)
-    if not made:
-        return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
-    store(pool, slots, S)
-    out = made[0] if len(made) == 1 else torch.cat(made, 1)
-    live = slots >= 0
-    return torch.where(live.view(axes) if cu_seqlens is None else live[sequences(cu_seqlens, T)].view(1, -1, 1, 1), out, 0.0)
+    with torch.no_grad():
+        slots, axes = w.slots(pool), (-1, 1, 1, 1)
+        S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
+        if fresh is not None:
+            empty = op.empty_state(sizes, 1, dtype=S.dtype, device=S.device)
+            S = torch.where(fresh.view(axes), empty.mT if state_v_first else empty, S)
+        made = []
+        for i, start in enumerate(range(0, T, every or max(T, 1))):
+            part = {n: t if t is None or not every or not op.args[n].per_token else t[:, start : start + every] for n, t in inputs.items()}
+            o, ST = op(part, initial_state=S, output_final_state=True, cu_seqlens=cu_seqlens, state_v_first=state_v_first, **options)
+            S = given(ST)
+            made.append(o)
+            if every and into is not None and i < into.shape[1]:
+                store(pool, into[:, i].long(), S)
+        if not made:
+            return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
+        store(pool, slots, S)
+        out = made[0] if len(made) == 1 else torch.cat(made, 1)
+        live = slots >= 0
+        return torch.where(live.view(axes) if cu_seqlens is None else live[sequences(cu_seqlens, T)].view(1, -1, 1, 1), out, 0.0)
 
 
 def _check_snapshots(who: str, pool: Tensor, w: Where, into: Tensor | None, every: int | None, T: int) -> None:

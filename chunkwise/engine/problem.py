@@ -93,7 +93,7 @@ def record(
     N = B if packed is None else packed
     whole = max(16, power_of_two(T))
     C = chunk if exact else min(chunk or whole, whole)
-    ahead = min(C, SHORT) if chunk and N * HV * K * V >= LARGE else C
+    ahead = min(C, SHORT) if chunk and HV * K * V >= LARGE else C  # never by N: a sample's bits do not depend on its batch
     return Problem(
         gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
         precision=precision, dtype=dtype, cu_seqlens=None, cu_seqlens_cpu=None,

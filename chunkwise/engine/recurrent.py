@@ -134,7 +134,7 @@ def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tens
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
     S = torch.zeros(p.N * p.HV, p.K, p.V, dtype=p.compute, device=rows.device) if S0 is None else rows.enter(S0)
     ours = S0 is None or S0.dtype is not p.compute or rows.packed is not None
-    made.append(S if ours else torch.empty_like(S))
+    made.append(S if ours else torch.empty_like(S, memory_format=torch.contiguous_format))
     if size >= len(S):
         yield States(0, S, made[0])
         return

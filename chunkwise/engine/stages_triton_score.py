@@ -44,10 +44,10 @@ def sets(p: Problem, device: torch.device) -> Tensor:
     key = (p.C, p.dtype, device)
     if key in SETS:
         return SETS[key]
-    made = _sets(*key)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # what a graph makes belongs to the graph
-        SETS[key] = made
-    return made
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # what a graph makes belongs to the graph
+        return _sets(*key)
+    SETS[key] = _sets(p.C, p.dtype, torch.device("cpu")).to(device)  # there when this returns, for every stream
+    return SETS[key]
 
 
 SETS: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}

@@ -45,10 +45,17 @@ def read_model(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Chunkw
             name.
     """
     layout = layout_named(config.get("model_type"))
-    ours = layout.configuration(config)
+    try:
+        ours = layout.configuration(config)
+    except KeyError as error:
+        raise ValueError(f"{layout}: config.json has no {error.args[0]}") from None
     with torch.device("meta"):
         model = ChunkwiseForCausalLM(ours)
-    return _fill(model, layout.read(dict(state), ours), layout)
+    try:
+        read = layout.read(dict(state), ours)
+    except KeyError as error:
+        raise ValueError(f"{layout}: tensors do not fit: missing {error.args[0]}") from None
+    return _fill(model, read, layout)
 
 
 def _fill(model: ChunkwiseForCausalLM, state: State, layout: Layout) -> ChunkwiseForCausalLM:

@@ -100,15 +100,21 @@ class Layout:
             if value is None and name in back:
                 value = _own_default(config, name)
             words = {ours: theirs for theirs, ours in reversed(list(self.values.get(name, EMPTY).items()))}
+            if words and value is not None and value not in words:
+                raise ValueError(f"{self}: {name} must be {_either(tuple(words))}, got {value!r}")
             result[back.get(name, name)] = words.get(value, value)
         for name in _optional_fields():
             known = name in back or name in self.ours or name in SIZES or name in LAYERS
             if not known and getattr(config, name) is not None and getattr(config, name) != _own_default(config, name):
                 raise ValueError(f"{self}: config.json has no field for {name} = {getattr(config, name)!r}")
+        if "mixer_norm_eps" not in self.ours and config.mixer_norm_eps not in (None, config.norm_eps):
+            raise ValueError(f"{self}: mixer_norm_eps must be norm_eps = {config.norm_eps}, got {config.mixer_norm_eps}")
         for name, value in self.ours.items():
-            given = config.norm_eps if name == "mixer_norm_eps" and config.mixer_norm_eps is None else getattr(config, name)
+            given = getattr(config, name)
+            if given is None:
+                given = config.norm_eps if name == "mixer_norm_eps" else _own_default(config, name)
             if given not in (None, value):
-                raise ValueError(f"{self}: {name} must be {value!r}, got {getattr(config, name)!r}")
+                raise ValueError(f"{self}: {name} must be {value!r}, got {given!r}")
         return result | self.deduce(config)
 
 

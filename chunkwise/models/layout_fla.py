@@ -70,14 +70,20 @@ def _hybrid(specs: list[Fields], mixer: str, given: Fields) -> Fields:
 
 
 def _attention(config: ChunkwiseConfig) -> Fields:
-    """The inverse of `_hybrid`; for the Transformer its window."""
+    """The inverse of `_hybrid`; for the Transformer, whose layers are all alike, their shape."""
     shape = config.attention_options()
     heads = shape["num_heads"]
     width = shape.get("head_dim", config.hidden_size // heads) * heads
     if set(config.layer_types or []) & ATTENTION.keys() and width != config.hidden_size:
         raise ValueError(f"fla: attention heads must together be hidden_size = {config.hidden_size} wide, got {width}")
     if config.mixer in ATTENTION:
-        return {"window_size": config.sliding_window}
+        kinds = set(config.layer_types or [str(config.mixer)])
+        if len(kinds) > 1:
+            raise ValueError(f"transformer: layers must be alike, all with a window or all without, got {', '.join(sorted(kinds))}")
+        if width != config.hidden_size:
+            raise ValueError(f"transformer: attention heads must together be hidden_size = {config.hidden_size} wide, got {width}")
+        return {"window_size": config.sliding_window if kinds == {SLIDING} else None, "num_heads": heads,
+                "num_kv_heads": shape.get("num_kv_heads") or heads, "rope_theta": shape.get("rope_theta", 10000.0)}  # fmt: skip
     specs = []
     for kind, window in ((FULL, None), (SLIDING, config.sliding_window)):
         layers = [i for i, t in enumerate(config.layer_types or []) if t == kind]

@@ -104,6 +104,22 @@ def _widths(config: ChunkwiseConfig) -> list[int]:
 NAMES = {"embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}  # of a block, theirs -> ours
 
 
+class Seen(dict[str, Tensor]):
+    """A layer's tensors, and which of them were looked up."""
+
+    def __init__(self, tensors: State):
+        super().__init__(tensors)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        self.names.update(self)
+        return super().items()
+
+
 def _blocks(mixer: str, layer: Split, centred: bool) -> Split:
     """A whole model's tensors under our names. mixer: what they call the layer; centred: their norms multiply by 1 + weight."""
 
@@ -119,7 +135,10 @@ def _blocks(mixer: str, layer: Split, centred: bool) -> Split:
             ours = re.sub(r"\b(embed_tokens|input_layernorm|post_attention_layernorm)\b", lambda m: NAMES[m[0]], name)
             result[ours] = t + 1 if centred and ours.endswith("norm.weight") else t
         for where, own in layers.items():
-            result |= {f"{where}.attn.{n}": t for n, t in layer(own, config).items()}
+            seen = Seen(own)
+            result |= {f"{where}.attn.{n}": t for n, t in layer(seen, config).items()}
+            if own.keys() - seen.names:
+                raise ValueError(f"tensors do not fit: left over {sorted(f'{where}.{mixer}.{n}' for n in own.keys() - seen.names)[:5]}")
         return result
 
     return read
@@ -209,7 +228,8 @@ def _layout(model_type: str, name: str, member: str, names: dict[str, str], size
     where, to_ours, to_theirs, centred = parts
     return Layout(
         model_type, f"{name}ForCausalLM", member, names=names, arrange=_arrange, deduce=sizes, aside=UNUSED,
-        ours={"use_short_conv": True, "use_gate": True}, read=_blocks(where, to_ours, centred), write=_unblocks(where, to_theirs, centred),
+        ours={"use_short_conv": True, "use_gate": True}, values={"hidden_act": {"silu": "silu", "swish": "silu"}},
+        read=_blocks(where, to_ours, centred), write=_unblocks(where, to_theirs, centred),
     )  # fmt: skip
 
 
