@@ -82,7 +82,8 @@ class Alias:
 def parameters(signature: str) -> Mapping[str, Any]:
     """Names of a signature's parameters with their defaults, `Parameter.empty` where there is none."""
     (declared,) = ast.parse(f"def {signature}: ...").body
-    assert isinstance(declared, ast.FunctionDef)
+    if not isinstance(declared, ast.FunctionDef):
+        raise ValueError(f"{signature!r} is no signature")
     names = [a.arg for a in declared.args.args]
     values = [ast.literal_eval(d) for d in declared.args.defaults]
     return MappingProxyType(dict(zip(names, [inspect.Parameter.empty] * (len(names) - len(values)) + values)))

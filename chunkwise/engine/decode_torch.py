@@ -17,18 +17,13 @@ from .pool import Where, sequences, store
 from .problem import compute_dtype
 
 
+@torch.no_grad()
 def composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, sizes: Mapping[str, int], w: Where, o: Mapping[str, Any]) -> Tensor:
     """o [B, T, HV, V]; the pool is updated as `w` says. On a CPU the states of a member of one pass never leave it."""
     if w.into is None and op.passes is None and pool.device.type == "cpu" and direct((*x.values(), pool, w.index)):
         places = w.slots(pool).tolist()
         own = dict(form=Form.RECURRENT.value, initial_state=pool, state_v_first=w.v_first, cu_seqlens=w.cu_seqlens)
-        with torch.no_grad():
-            return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places)[0]
-    with torch.no_grad():
-        return _composed(op, x, pool, w, o)
-
-
-def _composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, w: Where, o: Mapping[str, Any]) -> Tensor:
+        return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places)[0]
     slots = w.slots(pool)
     live = slots >= 0
     S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
