@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 import types
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from chunkwise.bench.count import Ceiling, count, floor
 from chunkwise.bench.measure import OURS, Bench, TookTooLong, limit, select
 from chunkwise.bench.proof import part, solve
 from chunkwise.bench.record import append, load
-from chunkwise.bench.turn import build_side_by_side, tune_in_turns, turn
 from chunkwise.cli import main
 from chunkwise.spec import all_ops
 
@@ -273,68 +271,6 @@ def test_peak_memory_is_what_a_call_holds_at_once():
     assert peak(Side(lambda: x.neg().abs(), CPU)) == 2 * one  # a temporary and the result
     assert one < peak(Side(lambda: [x.neg().sum() for _ in range(3)], CPU)) < 2 * one  # one temporary at a time
     assert percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == (2.0, 3.0, 5.0)
-
-
-def test_whoever_times_waits_for_those_who_warm_up(tmp_path):
-    lock, order = tmp_path / "lock", []
-
-    def time_alone() -> None:
-        with turn(lock, alone=True):
-            order.append("timed")
-
-    with turn(lock, alone=False), turn(lock, alone=False):
-        thread = threading.Thread(target=time_alone)
-        thread.start()
-        thread.join(0.2)
-        order.append("warm")
-    thread.join(10)
-    assert order == ["warm", "timed"]
-
-
-def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch):
-    pytest.importorskip("triton")
-    import fcntl
-
-    import triton.testing
-    from triton.runtime.autotuner import Autotuner
-
-    def alone() -> bool:
-        with lock.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-    lock, held = tmp_path / "lock", []
-    lock.touch()
-    monkeypatch.setattr(triton.testing, "do_bench", lambda call, warmup, rep, quantiles: [call(), *quantiles])
-    monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)  # put back afterwards
-    tune_in_turns(lock)
-    tuner = Autotuner.__new__(Autotuner)
-    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
-    assert held == [False, True]
-
-
-def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):
-    pytest.importorskip("triton")
-    from triton import Config
-    from triton.runtime.autotuner import Autotuner
-
-    class Kernel:
-        def run(self, *args, warmup, BLOCK, **kwargs):
-            built.append((args, warmup, BLOCK))
-            if BLOCK == 64:
-                raise RuntimeError("too large for the device")
-
-    built, candidates = [], [Config(dict(BLOCK=b)) for b in (16, 32, 64)]
-    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
-    for _ in range(2):  # asked twice, they are built once
-        build_side_by_side()
-    tuner = Autotuner.__new__(Autotuner)
-    tuner.fn, tuner.nargs = Kernel(), dict(x=7)
-    assert tuner.prune_configs(dict(grid=(1,), warmup=False)) == candidates
-    assert sorted(built) == [((7,), True, b) for b in (16, 32, 64)]
 
 
 def test_a_first_call_that_takes_too_long_is_given_up():

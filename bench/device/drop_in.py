@@ -113,7 +113,7 @@ def side(a) -> None:
     else:
         import fla  # noqa: F401
 
-        from chunkwise.bench.turn import build_side_by_side
+        from chunkwise.bench.autotuner import build_side_by_side
 
         build_side_by_side()
         if a.side == "fla+conv":  # causal_conv1d ours, fla theirs

@@ -23,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from chunkwise.bench.turn import build_side_by_side
+from chunkwise.bench.autotuner import build_side_by_side
 from chunkwise.data.mix import mix
 from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
 

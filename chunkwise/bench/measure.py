@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import __version__
 from ..engine.decode import decode
 from . import peer as library
+from .autotuner import build_side_by_side, tune_in_turns
 from .case import POOLS, Case, Inputs, draw
 from .clock import Samples, Side, Time, peak, race
 from .count import ceiling, count, floor
 from .peer import Work
 from .proof import Proof, detached, part, prove
 from .record import surroundings
-from .turn import build_side_by_side, tune_in_turns, turn
+from .turn import turn
 
 OURS = "chunkwise"
 BUDGET = {"cuda": 1.0, "cpu": 20.0}  # seconds of timing a case and pass
@@ -138,18 +139,19 @@ class Bench:
 
     def __init__(
         self, c: Case, device: torch.device, peers: Sequence[str], *, passes: Sequence[str], rounds: int | None = None,
-        lock: Path | None = None, warm_seconds: float | None = None, say: Callable[[str], None] = lambda line: None,
+        lock: Path | None = None, warm_seconds: float | None = None, shortlist: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
         self.c, self.device, self.peers, self.rounds = c, device, peers, rounds
         self.passes = [p for p in passes if not (PASSES[p] and c.decode)]
-        self.lock, self.warm_seconds, self.say = lock, warm_seconds, say
+        self.lock, self.warm_seconds, self.shortlist, self.say = lock, warm_seconds, shortlist, say
         self.absent: dict[str, str] = {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row for every side and pass, as they are done. Warming up may go on beside other processes, proving and timing not."""
         c = self.c
         if self.lock is not None and self.device.type == "cuda":
-            build_side_by_side()
+            build_side_by_side(shortlist=self.shortlist)
             tune_in_turns(self.lock.with_name(self.lock.name + ".tune"))
         with turn(self.lock, alone=False):
             x = draw(c, self.device)

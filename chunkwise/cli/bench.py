@@ -27,6 +27,7 @@ def bench(
     first_call: Annotated[bool, typer.Option("--first-call", help="Instead: seconds of a first call in a fresh process.")] = False,
     turns: Annotated[Path | None, typer.Option(help="A lock file: processes that share it build side by side and time one by one.")] = None,
     warm_seconds: Annotated[float, typer.Option(help="Give up on a peer whose first calls take longer; 0: never.")] = 0,
+    shortlist: Annotated[Path | None, typer.Option(help="With --turns: a Triton cache whose best candidates a peer's tuner tries.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring README's table up to date.")] = False,
     readme: Annotated[Path, typer.Option(help="With --table: the file that holds the table.")] = Path("README.md"),
@@ -52,6 +53,8 @@ def bench(
         raise Refusal("--first-call takes no --pool")
     if threads < 0 or repeat < 0 or warm_seconds < 0:
         raise Refusal("--threads, --repeat and --warm-seconds must be at least 0")
+    if shortlist is not None and not (turns and shortlist.is_dir()):
+        raise Refusal(f"--shortlist wants --turns and a folder, got {shortlist}")
     if threads:
         torch.set_num_threads(threads)
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
@@ -74,7 +77,10 @@ def bench(
         passes = ["forward", "forward+backward"] if backward else ["forward"]
         say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
         try:
-            b = Bench(c, where, peers, passes=passes, rounds=repeat or None, lock=turns, warm_seconds=warm_seconds or None, say=say)
+            b = Bench(
+                c, where, peers, passes=passes, rounds=repeat or None, say=say,
+                lock=turns, warm_seconds=warm_seconds or None, shortlist=shortlist,
+            )  # fmt: skip
             for row in b.rows():
                 done.append(row)
                 if out is not None:

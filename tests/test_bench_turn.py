@@ -1,0 +1,102 @@
+"""Turns on a device, and Triton's autotuner as other libraries use it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from chunkwise.bench.autotuner import BEST, build_side_by_side, tune_in_turns
+from chunkwise.bench.turn import turn
+
+
+def test_whoever_times_waits_for_those_who_warm_up(tmp_path):
+    lock, order = tmp_path / "lock", []
+
+    def time_alone() -> None:
+        with turn(lock, alone=True):
+            order.append("timed")
+
+    with turn(lock, alone=False), turn(lock, alone=False):
+        thread = threading.Thread(target=time_alone)
+        thread.start()
+        thread.join(0.2)
+        order.append("warm")
+    thread.join(10)
+    assert order == ["warm", "timed"]
+
+
+def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    import fcntl
+
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    def alone() -> bool:
+        with lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    lock, held = tmp_path / "lock", []
+    lock.touch()
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, warmup, rep, quantiles: [call(), *quantiles])
+    monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)  # put back afterwards
+    tune_in_turns(lock)
+    tuner = Autotuner.__new__(Autotuner)
+    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
+    assert held == [False, True]
+
+
+def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    class Kernel:
+        def run(self, *args, warmup, BLOCK, **kwargs):
+            built.append((args, warmup, BLOCK))
+            if BLOCK == 64:
+                raise RuntimeError("too large for the device")
+
+    built, candidates = [], [Config(dict(BLOCK=b)) for b in (16, 32, 64)]
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
+    for _ in range(2):  # asked twice, they are built once
+        build_side_by_side()
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn, tuner.base_fn, tuner.nargs = Kernel(), None, dict(x=7)
+    assert tuner.prune_configs(dict(grid=(1,), warmup=False)) == candidates
+    assert sorted(built) == [((7,), True, b) for b in (16, 32, 64)]
+
+
+def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    class Kernel:
+        def run(self, *args, **kwargs):
+            built.append(kwargs["BLOCK"])
+
+    def name(one):
+        return lambda: one
+
+    built, candidates = [], [Config(dict(BLOCK=b), num_warps=w) for b in (16, 32, 64) for w in (1, 2, 4, 8)]
+    known, other = name(1), name(2)
+    known.__name__, other.__name__ = "known", "other"
+    for key, order in (("a", candidates), ("b", candidates[::-1])):  # two keys it was tuned for
+        (tmp_path / key).mkdir()
+        timed = [[{**vars(c), "pre_hook": None}, float(i)] for i, c in enumerate(order)]
+        (tmp_path / key / "known.autotune.json").write_text(json.dumps({"key": [key], "configs_timings": timed}))
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
+    build_side_by_side(shortlist=tmp_path)
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn, tuner.nargs = Kernel(), {}
+    tuner.base_fn = known
+    assert tuner.prune_configs({}) == candidates[:BEST] + candidates[-BEST:] and len(built) == 2 * BEST
+    tuner.base_fn = other
+    assert tuner.prune_configs({}) == candidates
