@@ -90,10 +90,17 @@ FAULTS = (
     ),
     Fault(
         "engine/gradient.py",
-        "later.flip(-2).cumsum(-2).flip(-2)",
-        "later.cumsum(-2)",
+        'self.sums["starts"].flip(-2).cumsum(-2).flip(-2)',
+        'self.sums["starts"].cumsum(-2)',
         "the gate's gradient summed forwards",
         "derivation_gradient",
+    ),
+    Fault(
+        "engine/decay.py",
+        "rows_on.mT - torch.eye(s, dtype=at.dtype, device=at.device)",
+        "rows_on.mT",
+        "a token's decay between itself and later rows",
+        "derivation",
     ),
     Fault("engine/gradient.py", "return dg + through[..., None, :]", "return dg", "what passes the whole chunk", "derivation_gradient"),
     Fault(

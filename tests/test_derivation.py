@@ -177,16 +177,21 @@ def test_scores_are_pairwise_decayed_products(kind, profile, before, C):
 @kinds
 @profiles
 @before_or_after
-def test_rows_and_cols_are_the_gradient_of_scores(kind, profile, before):
+def test_rows_and_pairs_are_the_gradient_of_scores(kind, profile, before):
     decay, g = decay_and_gates(kind, profile, 16)
     x, y = normal(2, 1, 3, 16, 4), normal(2, 1, 3, 16, 4)
-    dM = normal(2, 1, 3, 16, 16).tril(-1 if before else 0)
+    dM = normal(2, 1, 3, 16, 16).tril(-1)
 
     def gradients(x, y, g, dM):
-        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-        return torch.autograd.grad(brute_scores(x, y, g, before), (x, y), dM)
+        x, y, g = x.clone().requires_grad_(), y.clone().requires_grad_(), g.clone().requires_grad_()
+        dx, dy, dg = torch.autograd.grad(brute_scores(x, y, g, before), (x, y, g), dM)
+        return dx, dx, dy, dg
 
-    agree((decay.rows(dM, y, before=before), decay.cols(dM, x, before=before)), gradients, x, y, g, dM)
+    dx, dy, between = torch.zeros_like(x), torch.zeros_like(y), {}
+    decay.pairs_(dM, x, y, dx, dy, between, before=before)
+    assert bool(between) == (kind is ChannelDecay)
+    across = decay.across(between) if between else gradients(x, y, g, dM)[3]
+    agree((decay.rows(dM, y, before=before), dx, dy, across), gradients, x, y, g, dM)
 
 
 @kinds

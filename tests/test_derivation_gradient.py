@@ -133,13 +133,19 @@ def test_gate_gradient_keeps_what_a_steep_gate_leaves(gate, rule, bonus):
         agree(d.g, lambda *i: loop_gradients(*i, rule)[3], x, S0, do, dST, exponent=30)
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_gate_gradient_of_one_steep_scalar_gate_is_lost_in_no_other(rule):
-    x, t = streams(Gate.SCALAR, rule, T=16, n=1), 7
-    x.g[:, t] = -30
+PER_TOKEN = [cell for cell in BONUS if cell[0] in (Gate.SCALAR, Gate.KEY, Gate.VALUE)]
+
+
+@pytest.mark.parametrize(("gate", "rule", "bonus"), PER_TOKEN, ids=[f"{g}-{r}{'-bonus' * b}" for g, r, b in PER_TOKEN])
+def test_gate_gradient_of_one_steep_gate_is_lost_in_no_other(gate, rule, bonus):
+    x = streams(gate, rule, T=16, n=1, bonus=bonus)
     S0, do, dST = normal(2, 1, 5, 3), normal(2, 16, 1, 3), normal(2, 1, 5, 3)
-    d, _ = chunk.backward(plan(x, Gate.SCALAR, rule, 16).p, x, S0, None, do, dST)
-    agree(d.g[:, t], lambda *i: loop_gradients(*i, rule)[3][:, t], x, S0, do, dST, exponent=30)
+    for t in 0, 2, 7, 13:  # a chunk's first, inside a leaf, the last of the columns, among rows
+        g = x.g.clone()
+        g[:, t] = -30
+        y = x._replace(g=g)
+        d, _ = chunk.backward(plan(y, gate, rule, 16).p, y, S0, None, do, dST)
+        agree(d.g[:, t], lambda *i, t=t: loop_gradients(*i, rule)[3][:, t], y, S0, do, dST, exponent=30)
 
 
 # ---- section 6: the other forms

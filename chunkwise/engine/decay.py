@@ -4,7 +4,8 @@ With G the log decay cumulated over the chunk's tokens (inclusive), a reader x a
 
     scores   M_ij = sum_k x_ik y_jk e^(G_ik - G_jk)
     rows     x_i  = sum_j M_ij y_j e^(G_i - G_j)         (the gradient of `scores` for x)
-    cols     y_j  = sum_i M_ij x_i e^(G_i - G_j)         (the gradient of `scores` for y)
+    pairs_   the same and y_j = sum_i M_ij x_i e^(G_i - G_j), the gradient for y, each added to what is there
+    across   sum_(j < t <= i) M_ij x_i y_j e^(G_i - G_j), the gradient for g: what a token's decay lies between
     start    x_i e^(G_i)             the reader meets the state at the chunk's start
     end      y_j e^(G_C - G_j)       the writer as the state at the chunk's end sees it
     total    e^(G_C)  [S, H, n, D or 1]  what the whole chunk forgets
@@ -25,6 +26,9 @@ from torch import Tensor
 FLOOR = {torch.float32: -104.0, torch.float64: -746.0}  # exp of it is 0: a gate below forgets everything, -inf and -1e4 too
 GRAIN = 16  # the coarse part of a log decay is a multiple of 1 / GRAIN
 LEAF = 4  # per-channel gates: blocks of so many rows are taken pairwise
+
+
+Between = dict[int, Tensor]  # by level: what `pairs_` leaves for `across`
 
 
 class Cumulated:
@@ -68,7 +72,7 @@ class Decay(Protocol):
 
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor: ...
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor: ...
-    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor: ...
+    def pairs_(self, M: Tensor, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, between: Between, before: bool = False) -> None: ...
     def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor: ...
     def end(self, y: Tensor) -> Tensor: ...
     def total(self) -> Tensor | None: ...
@@ -87,8 +91,9 @@ class NoDecay:
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
         return M @ y
 
-    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
-        return M.mT @ x
+    def pairs_(self, M: Tensor, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, between: Between, before: bool = False) -> None:
+        dx += M @ y
+        dy += M.mT @ x
 
     def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
@@ -132,8 +137,11 @@ class ScalarDecay:
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
         return (M * self.gamma(before)) @ y
 
-    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
-        return (M * self.gamma(before)).mT @ x
+    def pairs_(self, M: Tensor, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, between: Between, before: bool = False) -> None:
+        """Nothing is left in `between`: who has the scores has every pair's share."""
+        M = M * self.gamma(before)
+        dx += M @ y
+        dy += M.mT @ x
 
     def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
         return torch.mul(x, (self.G_before if before else self.G).exp()[..., None], out=out)
@@ -143,6 +151,23 @@ class ScalarDecay:
 
     def total(self) -> Tensor | None:
         return self.G[..., -1:].exp()
+
+
+def _blocks(M: Tensor, s: int) -> Tensor:
+    """[..., C, C] -> [..., C / 2s, s, s]: where the rows of every second block of s meet the columns of the block before it."""
+    return M.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -3)
+
+
+def _room(between: Between, level: int, like: Tensor) -> Tensor:
+    """The sums of a level, from zeros."""
+    if level not in between:
+        between[level] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return between[level]
+
+
+def _leaves(M: Tensor, leaf: int) -> Tensor:
+    """[..., C, C] -> [..., leaf, leaf, C / leaf]: the blocks on the diagonal."""
+    return M.unflatten(-1, (-1, leaf)).unflatten(-3, (-1, leaf)).diagonal(0, -4, -2)
 
 
 class ChannelDecay:
@@ -190,45 +215,66 @@ class ChannelDecay:
         for s, row, col in self._levels(before):
             xs, ys = x.unflatten(-2, (-1, 2, s)), y.unflatten(-2, (-1, 2, s))
             blocks = (xs[..., 1, :, :] * row) @ (ys[..., 0, :, :] * col).mT  # [..., C / 2s, s, s]
-            grid = M.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))  # [..., C/2s, 2, s, C/2s, 2, s]
-            grid[..., 1, :, :, 0, :].diagonal(0, -4, -2).copy_(blocks.movedim(-3, -1))
+            _blocks(M, s).copy_(blocks)
         leaf = min(LEAF, self.C)
         xs, ys = x.unflatten(-2, (-1, leaf)), y.unflatten(-2, (-1, leaf))
-        leaves = M.unflatten(-1, (-1, leaf)).unflatten(-3, (-1, leaf)).diagonal(0, -4, -2)  # [..., leaf, leaf, C / leaf]
+        leaves = _leaves(M, leaf)
         for d, pair in enumerate(self._pairs(before)):
             if d or not strict:
                 met = (xs[..., d:, :] * ys[..., : leaf - d, :] * pair if d or before else xs * ys).sum(-1)  # [..., C / leaf, leaf - d]
                 leaves.diagonal(-d, -3, -2).copy_(met)
         return M
 
-    def _mix(self, M: Tensor, z: Tensor, before: bool, into_rows: bool) -> Tensor:
-        """out_i = sum_j M_ij z_j e^(..) into rows, or out_j = sum_i M_ij z_i e^(..) into columns."""
-        shape = torch.broadcast_shapes(z.shape[:-2], self.G.fine.shape[:-2], M.shape[:-2])
-        out = z.new_zeros(*shape, self.C, z.shape[-1])
+    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
+        shape = torch.broadcast_shapes(y.shape[:-2], self.G.fine.shape[:-2], M.shape[:-2])
+        out = y.new_zeros(*shape, self.C, y.shape[-1])
         for s, row, col in self._levels(before):
-            zs, outs = z.unflatten(-2, (-1, 2, s)), out.unflatten(-2, (-1, 2, s))
-            blocks = M.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -3)
-            if into_rows:
-                outs[..., 1, :, :] += (blocks @ (zs[..., 0, :, :] * col)) * row
-            else:
-                outs[..., 0, :, :] += (blocks.mT @ (zs[..., 1, :, :] * row)) * col
+            ys, outs = y.unflatten(-2, (-1, 2, s)), out.unflatten(-2, (-1, 2, s))
+            outs[..., 1, :, :].addcmul_(_blocks(M, s) @ (ys[..., 0, :, :] * col), row)
         leaf = min(LEAF, self.C)
-        zs, outs = z.unflatten(-2, (-1, leaf)), out.unflatten(-2, (-1, leaf))
-        leaves = M.unflatten(-1, (-1, leaf)).unflatten(-3, (-1, leaf)).diagonal(0, -4, -2)
+        ys, outs = y.unflatten(-2, (-1, leaf)), out.unflatten(-2, (-1, leaf))
+        leaves = _leaves(M, leaf)
         for d, pair in enumerate(self._pairs(before)):
-            weight = leaves.diagonal(-d, -3, -2)[..., None]  # [..., C / leaf, leaf - d, 1]
             if d or not before:
-                if into_rows:
-                    outs[..., d:, :] += zs[..., : leaf - d, :] * pair * weight
-                else:
-                    outs[..., : leaf - d, :] += zs[..., d:, :] * pair * weight
+                outs[..., d:, :] += ys[..., : leaf - d, :] * pair * leaves.diagonal(-d, -3, -2)[..., None]
         return out
 
-    def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor:
-        return self._mix(M, y, before, into_rows=True)
+    def pairs_(self, M: Tensor, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, between: Between, before: bool = False) -> None:
+        """M: zero on the diagonal too. A level's share of x dx is left in `between` at its rows, its share of y dy at its columns; leaves'
+        at the tokens that they lie across.
+        """
+        for s, row, col in self._levels(before):
+            xs, ys, dxs, dys = (z.unflatten(-2, (-1, 2, s)) for z in (x, y, dx, dy))
+            xs, ys, block, at = xs[..., 1, :, :], ys[..., 0, :, :], _blocks(M, s), _room(between, s, dxs)
+            read, wrote = (block @ (ys * col)).mul_(row), (block.mT @ (xs * row)).mul_(col)
+            dxs[..., 1, :, :] += read
+            dys[..., 0, :, :] += wrote
+            at[..., 1, : s - before, :].addcmul_(read[..., int(before) :, :], xs[..., int(before) :, :])
+            at[..., 0, :, :].addcmul_(wrote, ys)
+        leaf = min(LEAF, self.C)
+        xs, ys, dxs, dys = (z.unflatten(-2, (-1, leaf)) for z in (x, y, dx, dy))
+        leaves, at = _leaves(M, leaf), _room(between, 0, dxs)
+        for d, pair in enumerate(self._pairs(before)):
+            if d:
+                met = pair * leaves.diagonal(-d, -3, -2)[..., None]  # [..., C / leaf, leaf - d, D]
+                read = met * ys[..., : leaf - d, :]
+                dxs[..., d:, :] += read
+                dys[..., : leaf - d, :].addcmul_(met, xs[..., d:, :])
+                read *= xs[..., d:, :]
+                for t in range(1, d + 1 - before):
+                    at[..., t : t + leaf - d, :] += read
 
-    def cols(self, M: Tensor, x: Tensor, before: bool = False) -> Tensor:
-        return self._mix(M, x, before, into_rows=False)
+    def across(self, between: Between) -> Tensor:
+        """[S, H, n, C, D]. A token among a level's rows lies between its rows from there on and all columns, one among the columns
+        between those before it and all rows: no other pair comes into the sum, only to be taken off again.
+        """
+        total = between.pop(0).flatten(-3, -2)
+        for s, at in between.items():
+            rows_on = at.new_ones(s, s).triu()
+            sums = torch.block_diag(rows_on.mT - torch.eye(s, dtype=at.dtype, device=at.device), rows_on)  # [2 s, 2 s]
+            at = at.flatten(-3, -2)
+            total.view(-1, 2 * s, at.shape[-1]).baddbmm_(sums.expand(at.shape[:-2].numel(), -1, -1), at.flatten(0, -3))
+        return total
 
     def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
         return torch.mul(x, (self.G_before if before else self.G).exp(), out=out)

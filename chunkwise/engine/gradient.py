@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
-from .decay import Decay, NoDecay
+from .decay import Between, ChannelDecay, Decay, NoDecay, ScalarDecay
 from .problem import Problem
 from .stages_torch import Chunks, Scores
 
@@ -20,19 +20,20 @@ class Adjoint:
 
     A decay inside a chunk enters only through what it lies between: at token t, what readers i >= t (i > t where they read before their
     own token forgets) draw from writers j < t and from the state at the chunk's start, what writers j < t leave at its end, and what
-    passes it whole. `starts`, `ends` and `through` are those sums' terms. Pairs: a scalar decay has every pair's share in a matrix,
-    `across`, and adds up those that t lies between; a decay per channel subtracts writers j >= t from readers, and keeps out the
-    pairs that no decay lies between, so that nothing large is added only to be subtracted again.
+    passes it whole. `starts`, `ends` and `through` are those sums' terms. Pairs are added up only where t lies between them, so that
+    nothing large is added to be subtracted again: a scalar decay has every pair's share in a matrix, `across`; a decay per channel
+    would need one a channel, and leaves what its levels add up to in `between`.
     """
 
     def __init__(self, decay: Decay, per_channel: bool, **streams: Tensor | None):
         self.decay, self.per_channel, self.streams = decay, per_channel, streams
         self.d: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.between: Between = {}
 
     def add(self, name: str, d: Tensor, kind: str | None = None, before: bool = False) -> None:
-        """A further part of a stream's gradient; `kind` is the sum of the gate's gradient that it enters."""
-        self.d[name] = d if name not in self.d else self.d[name] + d
+        """A further part of a stream's gradient, which is ours; `kind` is the sum of the gate's gradient that it enters."""
+        self.d[name] = d if name not in self.d else self.d[name].add_(d)
         if kind is not None and not isinstance(self.decay, NoDecay):
             z = self.stream(name) * d
             z = z if self.per_channel else z.sum(-1, keepdim=True)
@@ -48,21 +49,11 @@ class Adjoint:
         return x
 
     def pairs(self, reader: str, writer: str, M: Tensor | None, dM: Tensor, before: bool = False) -> None:
-        """The decayed scores M of two streams, from dM, zero on and above the diagonal."""
-        x, y = self.stream(reader), self.stream(writer)
-        if not self.per_channel:
-            if M is not None and not isinstance(self.decay, NoDecay):
-                P = M * dM
-                self.sum("across", F.pad(P[..., 1:, :], (0, 0, 0, 1)) if before else P)
-            self.add(reader, self.decay.rows(dM, y, before=before))
-            self.add(writer, self.decay.cols(dM, x, before=before))
-            return
-        if before:  # no decay lies between neighbours
-            near, dM = dM.diagonal(-1, -2, -1)[..., None], dM.tril(-2)
-            self.add(reader, F.pad(near * y[..., :-1, :], (0, 0, 1, 0)))
-            self.add(writer, F.pad(near * x[..., 1:, :], (0, 0, 0, 1)))
-        self.add(reader, self.decay.rows(dM, y, before=before), "reads", before)
-        self.add(writer, self.decay.cols(dM, x, before=before), "writes")
+        """The decayed scores M of two streams, from dM, zero on and above the diagonal; after their `start` and `end`."""
+        self.decay.pairs_(dM, self.stream(reader), self.stream(writer), self.d[reader], self.d[writer], self.between, before)
+        if M is not None and isinstance(self.decay, ScalarDecay):
+            P = M * dM
+            self.sum("across", F.pad(P[..., 1:, :], (0, 0, 0, 1)) if before else P)
 
     def same(self, reader: str, writer: str, dM: Tensor, weight: Tensor | None = None) -> None:
         """The pairs i = j: dM [S, H, n, C, 1] is their scores' gradient, `weight` the bonus on them."""
@@ -72,7 +63,7 @@ class Adjoint:
 
     def start(self, reader: str, d: Tensor, before: bool = False) -> None:
         """d: gradient of the reader as it meets the state at the chunk's start."""
-        self.add(reader, self.decay.start(d, before=before), "reads", before)
+        self.add(reader, self.decay.start(d, before=before), "starts", before)
 
     def end(self, writer: str, d: Tensor) -> None:
         """d: gradient of the writer as the state at the chunk's end sees it."""
@@ -83,8 +74,9 @@ class Adjoint:
         total = self.decay.total()
         if total is None:
             return None
-        later = self.sums["reads"] - self.sums["writes"] if "writes" in self.sums else self.sums["reads"]
-        dg = later.flip(-2).cumsum(-2).flip(-2)
+        dg = self.sums["starts"].flip(-2).cumsum(-2).flip(-2)
+        if isinstance(self.decay, ChannelDecay) and self.between:
+            dg += self.decay.across(self.between)
         if "across" in self.sums:  # P_ij summed over j < t <= i
             dg = dg + F.pad(self.sums["across"].cumsum(-1)[..., :-1], (1, 0)).tril().sum(-2)[..., None]
         if "ends" in self.sums:
@@ -107,24 +99,25 @@ def grads(
     key.start("q", do_start @ S.mT, before=p.bonus)
     du = None
     if M.qk is not None:
-        key.pairs("q", "k", M.qk, c.value.scores(do, c.v, strict=True), before=p.bonus)
         key.end("k", c.value.end(c.v) @ dS.mT)
+        key.pairs("q", "k", M.qk, c.value.scores(do, c.v, strict=True), before=p.bonus)
         met = (do * c.v).sum(-1, keepdim=True)
         key.same("q", "k", met, c.u)
         if c.u is not None:
             du = (met * c.q * c.k).sum((0, 3))  # [H, n, K]
         strictly = M.qk.tril(-1)
-        value.add("v", c.value.cols(strictly, do), "writes")
-        value.add("v", M.qk.diagonal(0, -2, -1)[..., None] * do)
         value.end("v", c.key.end(c.k) @ dS)
-        if p.gate is Gate.VALUE:  # o in the part of its own gradient's stream: o_i sums what lies before i
-            value.add("o", c.value.rows(strictly, c.v), "reads")
+        value.add("v", M.qk.diagonal(0, -2, -1)[..., None] * do)
+        if p.gate is not Gate.VALUE:
+            value.add("v", strictly.mT @ do)
+        else:  # o in the part of its own gradient's stream: o_i sums what lies before i
             value.start("o", c.key.start(c.q, before=p.bonus) @ S)
+            value.pairs("o", "v", None, strictly)
     if X is not None and U is not None:
-        key.pairs("q", "w", M.qw, lower.scores(do, X, strict=True))
-        key.pairs("r", "w", M.rw, lower.scores(U, X, strict=True), before=p.before)
         key.start("r", U @ S.mT, before=p.before)
         key.end("w", X @ dS.mT)
+        key.pairs("q", "w", M.qw, lower.scores(do, X, strict=True))
+        key.pairs("r", "w", M.rw, lower.scores(U, X, strict=True), before=p.before)
         key.same("q", "w", (do * X).sum(-1, keepdim=True))
         if M.rk is not None:
             key.pairs("r", "k", M.rk, lower.scores(U, c.v, strict=True), before=True)
