@@ -143,7 +143,7 @@ def test_the_command_writes_what_it_measured_and_from_what(capsys, tmp_path):
         (["gla", "--shape", "1,0,1,1,4,4"], "T >= 1"),
         (["gla", "--dtype", "int8"], "int8"), (["gla", "--gates", "none"], "none"), (["gla", "--form", "parallel"], "parallel"),
         (["gla", "--peer", "cublas"], "cublas"), (["gla", "--device", "tpu"], "tpu"), (["gla", "--threads", "-1"], "--threads"),
-        (["--table", "--readme", "no/such.md"], "no/such.md"),
+        (["--table", "--into", "no/such.md"], "no/such.md"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(arguments, named, capsys):
@@ -314,18 +314,23 @@ def test_the_table_shows_the_newest_run_and_no_speed_for_what_is_wrong(tmp_path)
 
 
 def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nstale\n{table.END}\nafter\n")
-    append(tmp_path / "results", [row(OURS, 0.5)])
-    assert call("bench", "--table", "--readme", readme, "--out", tmp_path / "results") == 0
+    (begin, end), (steps, last) = ((table.BEGIN.format(name), table.END.format(name)) for name in table.TABLES)
+    (readme := tmp_path / "README.md").write_text(f"before\n{begin}\nstale\n{end}\nbetween\n{steps}\n{last}\nafter\n")
+    pooled = case("gla", shape="64,1,2,2,4,4", pool="float32-vk").record
+    append(tmp_path / "results", [row(OURS, 0.5), *(row(who, ms, case=pooled) for who, ms in ((OURS, 0.0625), ("fla-core", 0.125)))])
+    again = lambda: call("bench", "--table", "--into", readme, "--out", tmp_path / "results")
+    assert again() == 0
     text = readme.read_text()
-    assert text.startswith(f"before\n{table.BEGIN}\n") and text.endswith(f"{table.END}\nafter\n")
-    assert "stale" not in text and "| 0.5 / 2 |" in text
-    assert call("bench", "--table", "--readme", readme, "--out", tmp_path / "results") == 0
-    assert readme.read_text() == text and "was up to date" in capsys.readouterr().out
+    assert text.startswith(f"before\n{begin}\n") and f"{end}\nbetween\n{steps}" in text and text.endswith(f"{last}\nafter\n")
+    assert "stale" not in text and text.count("| 0.5 / 2 |") == 1
+    assert "| gla | 64, 1, 2, 2, 4, 4 | float32, values first | 62.5 / 250 | 125 / 125 | 2.00 | 2.00 / 0.50 | 2e-03 |" in text
+    assert again() == 0 and readme.read_text() == text and "was up to date" in capsys.readouterr().out
+    readme.write_text(begin)
+    assert again() == 2
 
 
-def test_the_readme_shows_the_results_of_the_repository():
-    text = README.read_text()
-    between = text[text.index(table.BEGIN) + len(table.BEGIN) : text.index(table.END)]
-    assert between == f"\n\n{table.markdown(load(README.parent / 'bench' / 'results'))}\n"
+@pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md"))))
+def test_documents_show_the_results_of_the_repository(name, file):
+    text, begin, end = (README.parent / file).read_text(), table.BEGIN.format(name), table.END.format(name)
+    made = table.TABLES[name](load(README.parent / "bench" / "results"))
+    assert text[text.index(begin) + len(begin) : text.index(end)] == f"\n\n{made}\n"

@@ -1,17 +1,18 @@
-"""Rows as people read them: lines on a terminal, and the table in README.md, which nobody types."""
+"""Rows as people read them: lines on a terminal, and the tables in README.md and docs/decode.md, which nobody types."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .case import SHAPES
+from .case import SHAPES, SIZES
 from .measure import OURS, PASSES
 from .record import load
 
-BEGIN = "<!-- speed: made by `chunkwise bench --table` from bench/results; do not edit -->"
-END = "<!-- speed: end -->"
+BEGIN = "<!-- {}: made by `chunkwise bench --table` from bench/results; do not edit -->"
+END = "<!-- {}: end -->"
 NOTHING = "No results yet: `chunkwise bench --out bench/results` makes them.\n"
 
 HEADINGS = ("op", "shape", "pass", "who", "ran", "ms", "p20-p80", "eager", "TB/s", "TFLOP/s", "floor", "MiB", "ours is", "largest error")
@@ -64,13 +65,19 @@ def latest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for run in runs.values() if OURS in run for row in run.values()]
 
 
-def _time(row: Mapping[str, Any] | None) -> str:
+def _days(rows: Sequence[Mapping[str, Any]]) -> str:
+    days = sorted({r["date"][:10] for r in rows})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def _time(row: Mapping[str, Any] | None, units: float = 1) -> str:
+    """In so many units a millisecond."""
     if row is None:
         return ""
     if row["wrong"]:
         return "wrong"
-    eager = "" if row["method"] == "wall" else f" / {row['eager_ms']['p50']:.3g}"
-    return f"{row['ms']['p50']:.3g}{eager}"
+    eager = "" if row["method"] == "wall" else f" / {units * row['eager_ms']['p50']:.3g}"
+    return f"{units * row['ms']['p50']:.3g}{eager}"
 
 
 def _ratio(own: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -82,22 +89,25 @@ def _ratio(own: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     return " / ".join(f"{min(r[k]['p50'] for r in right) / own[k]['p50']:.2f}" for k in kinds)
 
 
-def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    others = sorted({r["who"] for r in rows} - {OURS})
+def _runs(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Mapping[str, Any]]]]:
+    """Who else there is; of every case and pass the rows by whose they are."""
     cases: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for r in rows:
         cases.setdefault((*r["case"].values(), r["pass"]), {})[r["who"]] = r
-    days = sorted({r["date"][:10] for r in rows})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return sorted({r["who"] for r in rows} - {OURS}), list(cases.values())
+
+
+def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    others, cases = _runs(rows)
     where, unit = (f"{name}, {threads} threads", "milliseconds") if threads else (name, "milliseconds of the device / of an eager call")
     text = [
-        f"**{where}** ({when}), {unit}:",
+        f"**{where}** ({_days(rows)}), {unit}:",
         "",
         "| " + " | ".join(["op", "shape", "dtype, gates", "pass", OURS, *others, "fastest other / ours", "error of ours"]) + " |",
         "|" + "---|" * (7 + len(others)),
     ]
     order = list(SHAPES)
-    for run in sorted(cases.values(), key=lambda run: _order(run[OURS], order)):
+    for run in sorted(cases, key=lambda run: _order(run[OURS], order)):
         own = run[OURS]
         c, ratio = own["case"], _ratio(own, [r for n, r in run.items() if n != OURS])
         backend = " (torch)" if threads is None and any(r["backend"] == "torch" for r in own["ran"]) else ""
@@ -115,22 +125,56 @@ def _order(row: Mapping[str, Any], shapes: Sequence[str]) -> tuple[Any, ...]:
     return (c["op"], shape, c["shape"], c["dtype"], c["gates"], c["form"], row["pass"])
 
 
-def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What stands between the two markers: not steps in pools, whose times are in docs/facts.md."""
+def _steps(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Steps of chunkwise.decode, in microseconds."""
+    others, cases = _runs(rows)
+    where, unit = (f"{name}, {threads} threads", "") if threads else (name, " of the device / of an eager call")
+    heads = ["op", ", ".join(SIZES), "states", OURS, *others, "ours / floor", "fastest other / ours", "error of ours"]
+    text = [
+        f"**{where}** ({_days(rows)}), microseconds{unit}:",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|" + "---|" * (7 + len(others)),
+    ]
+    for run in sorted(cases, key=lambda run: (run[OURS]["case"]["op"], *(run[OURS]["case"][n] for n in (*SIZES, "pool")))):
+        own = run[OURS]
+        c, floor = own["case"], "" if own["wrong"] else f"{own['to_floor']:.2f}"
+        dtype, _, turned = c["pool"].partition("-")
+        text.append(
+            f"| {c['op']} | {', '.join(str(c[n]) for n in SIZES)} | {dtype}, {'values' if turned else 'keys'} first | "
+            + "".join(f"{_time(run.get(n), 1e3)} | " for n in (OURS, *others))
+            + f"{floor} | {_ratio(own, [r for n, r in run.items() if n != OURS])} | {worst(own)[1]:.0e} |"
+        )
+    return [*text, ""]
+
+
+def markdown(rows: Iterable[Mapping[str, Any]], steps: bool = False) -> str:
+    """What stands between two markers: calls, or steps in pools."""
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
-    for row in latest(row for row in rows if not row["case"].get("pool")):
+    for row in latest(row for row in rows if bool(row["case"].get("pool")) == steps):
         groups.setdefault((row["device"], row["threads"]), []).append(row)
-    text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in _device(name, threads, group)]
+    one = _steps if steps else _device
+    text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in one(name, threads, group)]
     return "\n".join(text) if text else NOTHING
 
 
-def write(readme: Path, out: Path) -> bool:
-    """Put the table between the markers of a file; say whether it changed. Raises ValueError where the markers are not there."""
-    old = readme.read_text() if readme.exists() else ""
-    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
-        raise ValueError(f"bench: {readme} has no place for the table: it needs the lines {BEGIN!r} and {END!r}")
-    head, tail = old[: old.index(BEGIN) + len(BEGIN)], old[old.index(END) :]
-    new = f"{head}\n\n{markdown(load(out))}\n{tail}"
+TABLES: Mapping[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {"speed": markdown, "speed of steps": partial(markdown, steps=True)}
+
+
+def write(file: Path, out: Path) -> bool:
+    """Put the tables between the markers a file has; say whether it changed. Raises ValueError where it has none, or not both of a pair."""
+    old = new = file.read_text() if file.exists() else ""
+    places = 0
+    for name, made in TABLES.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin not in new and end not in new:
+            continue
+        if new.count(begin) != 1 or new.count(end) != 1 or new.index(begin) > new.index(end):
+            raise ValueError(f"bench: {file} has no place for the table: it needs the lines {begin!r} and {end!r}")
+        new = f"{new[: new.index(begin) + len(begin)]}\n\n{made(load(out))}\n{new[new.index(end) :]}"
+        places += 1
+    if not places:
+        raise ValueError(f"bench: {file} has no place for a table: it needs the lines {BEGIN.format(name)!r} and {END.format(name)!r}")
     if new != old:
-        readme.write_text(new)
+        file.write_text(new)
     return new != old

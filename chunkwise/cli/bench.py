@@ -10,6 +10,7 @@ import typer
 from .refusal import Failure, Refusal, refusing
 
 RESULTS = Path("bench/results")
+TABLES = (Path("README.md"), Path("docs/decode.md"))
 
 
 def bench(
@@ -29,8 +30,8 @@ def bench(
     warm_seconds: Annotated[float, typer.Option(help="Give up on a peer whose first calls take longer; 0: never.")] = 0,
     shortlist: Annotated[Path | None, typer.Option(help="With --turns: a Triton cache whose best candidates a peer's tuner tries.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring README's table up to date.")] = False,
-    readme: Annotated[Path, typer.Option(help="With --table: the file that holds the table.")] = Path("README.md"),
+    table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring the tables up to date.")] = False,
+    into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md, docs/decode.md.")] = None,
 ) -> None:
     """Prove members against float64, then time them in turn with other libraries. A wrong row has no speed."""
     import torch
@@ -44,9 +45,10 @@ def bench(
     if table:
         with refusing(ValueError):
             rows = load(out or RESULTS)
-            changed = write(readme, out or RESULTS)
+            changed = {file: write(file, out or RESULTS) for file in into or TABLES}
         show(latest(rows))
-        print(f"{readme} {'is new' if changed else 'was up to date'}")
+        for file, new in changed.items():
+            print(f"{file} {'is new' if new else 'was up to date'}")
         return
     where = _device(device)
     if first_call and pool:
