@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _ELSEWHERE = {
     "all_ops": "spec", "Gate": "spec", "Rule": "spec",
     "explain": "engine.explain", "decode": "engine.decode", "prefill": "engine.prefill",
-    "examine": "examination", "snapshots": "snapshot",
+    "examine": "examination", "snapshots": "engine.snapshot",
 }  # fmt: skip
 
 

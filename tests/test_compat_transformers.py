@@ -58,6 +58,29 @@ def test_packed_documents_are_separate_documents(name, by):
         agree(together(model), apart(wide(model)), apart(model))
 
 
+def test_a_mask_of_ones_and_positions_of_images_pack_as_well():
+    model, x, cu = tiny("qwen3_5"), ids(1, CU[-1]), torch.tensor(CU, dtype=torch.int32)
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(CU)])[None]
+    ones, rising = torch.ones_like(x), torch.arange(0, 2 * CU[-1], 2)[None]
+    with drop_in(), torch.no_grad():
+        want = model(x, position_ids=positions, use_cache=False).logits
+        for given in (
+            dict(position_ids=positions, attention_mask=ones),
+            dict(cu_seq_lens_q=cu, attention_mask=ones),
+            dict(position_ids=positions.expand(3, 1, -1)),
+            dict(position_ids=positions.expand(4, 1, -1), attention_mask=ones),
+            dict(position_ids=positions.expand(3, 1, -1), cu_seq_lens_q=cu),
+        ):
+            assert torch.equal(model(x, **given).logits, want), given.keys()
+        with pytest.raises(ValueError, match="attention_mask beside cu_seq_lens_q"):
+            model(x, cu_seq_lens_q=cu, attention_mask=ones.index_fill(1, torch.tensor([3]), 0))
+        whole = model(x, position_ids=rising, attention_mask=ones, use_cache=False).logits
+        assert torch.equal(model(x, position_ids=rising.expand(3, 1, -1), use_cache=False).logits, whole)  # rises: one document
+        image = torch.tensor([[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]])[:, None]
+        one = dict(cu_seq_lens_q=cu.new_tensor([0, 8]))
+        assert torch.equal(*(model(x[:, :8], position_ids=image, **more).logits for more in (one, {})))
+
+
 @models
 def test_without_the_drop_in_packed_documents_leak_or_are_refused(name):
     """Both end with it: nothing of the first document reaches the others. The layer alone, called as the model calls it."""

@@ -1,6 +1,7 @@
 """A decode step against the member's recurrent form: a step is the form from the slot's state, and nothing else changes."""
 
 import doctest
+import inspect
 import re
 from itertools import accumulate
 from pathlib import Path
@@ -318,7 +319,9 @@ def test_what_does_not_fit_is_refused_by_name(changed, says):
 
 PROMPT = {
     "a state": (dict(initial_state=None), "unexpected keyword 'initial_state': states come from and go to the pool"),
-    "fresh of numbers": (dict(fresh=torch.zeros(3)), "fresh must be a bool tensor [N] = [3], got [3]"),
+    "fresh of numbers": (dict(fresh=torch.zeros(3)), "fresh must be a bool tensor, got torch.float32"),
+    "fresh for others": (dict(fresh=torch.ones(2, dtype=torch.bool)), "fresh must be [N] = [3], got [2]"),
+    "snapshots of none": (dict(every=0, into=LANES[:, None]), "every must be at least 1, got 0"),
     "snapshots nowhere": (dict(every=1), "every and into go together, got every=1 and no into"),
     "snapshots too many": (dict(every=1, into=LANES.expand(2, 3).mT), "into must be [N, T // every] = [3, 1] on cpu, got [3, 2] on cpu"),
     "snapshots beyond the pool": (dict(every=1, into=LANES[:, None] + 2), "into must name slots below 6, got 6"),
@@ -331,6 +334,30 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name(changed, says):
     x, pool = drawn(BASIC)
     with pytest.raises((TypeError, ValueError), match=re.escape(f"prefill {BASIC.name}: {says}")):
         prefill(**{**dict(op=BASIC, inputs=x, pool=pool, index=LANES), **changed})
+
+
+@pytest.mark.parametrize("call", [decode, prefill])
+def test_a_tensor_on_another_device_is_refused_by_name(call):
+    op = next(op for op in OPS if op.name == "kda")
+    x, pool = op.draw(dict(B=2, T=2, H=2, HV=2, K=4, V=4)), torch.zeros(8, 2, 4, 4)
+    table, row = torch.tensor([[0, 1], [2, 3]]), {n: t.flatten(0, 1)[None] for n, t in x.items()}
+    raw = dict(use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(8))
+    given = dict(pool={}, index=dict(index=table[:, 0]), into=dict(into=table, index=table[:, 0]), A_log=raw, dt_bias=raw)
+    given["cu_seqlens"] = dict(inputs=row, index=table[:, 0], cu_seqlens=torch.tensor([0, 1, 4]))
+    if call is decode:
+        given["accepted"] = dict(index=table, accepted=torch.ones(2, dtype=torch.int32))
+        given["parents"] = dict(into=table, index=table[:, 0], parents=torch.full((2, 2), -1))
+    else:
+        given["into"]["every"] = 1
+        given["fresh"] = dict(fresh=torch.ones(2, dtype=torch.bool), index=table[:, 0])
+    signature = inspect.signature(call).parameters.values()
+    assert {p.name for p in signature if "Tensor" in str(p.annotation)} - {"inputs"} <= given.keys()
+    for name, chosen in given.items():
+        kept = {"op": op, "inputs": x, "pool": pool, "index": table[:, 0], **chosen}
+        call(**{**kept, "pool": pool.clone()})
+        for bad, error in ((kept[name].to("meta"), ValueError), ("no tensor", TypeError)):
+            with pytest.raises(error, match=f"{op.name}: {name}.*" + ("meta" if error is ValueError else "str")):
+                call(**{**kept, name: bad})
 
 
 def test_the_examples_run():

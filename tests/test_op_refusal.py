@@ -68,13 +68,24 @@ def test_gates_have_a_dtype_of_their_own(op):
 
 @every
 def test_another_device_is_refused(op):
-    name = list(op.args)[1]
-    x = inputs(op)
-    x[name] = x[name].to("meta")
-    refused(op, ValueError, (name, "meta"), x)
-    row = {n: t.detach() for n, t in make(op, Case(T=8)).x.items()}
-    refused(op, ValueError, ("cu_seqlens", "meta"), row, cu_seqlens=torch.tensor([0, 8], device="meta"))
-    refused(op, ValueError, ("initial_state", "meta"), inputs(op), initial_state=op.draw_state(CASE.sizes, 2).to("meta"))
+    x, row = inputs(op), {n: t.detach() for n, t in make(op, Case(T=8, H=2)).x.items()}
+    for name in list(op.args)[1:]:
+        refused(op, ValueError, (name, "meta"), {**x, name: x[name].to("meta")})
+    raw, cu = op.draw(dict(B=2, T=8, H=2, HV=2, K=4, V=4)), torch.tensor([0, 8])
+    bias = torch.zeros(raw["g"][0, 0].numel()) if "A_log" in op.defaults else None
+    options = {
+        "initial_state": (x, dict(initial_state=op.draw_state(CASE.sizes, 2))),
+        "cu_seqlens": (row, dict(cu_seqlens=cu)),
+        "cu_seqlens_cpu": (row, dict(cu_seqlens=cu, cu_seqlens_cpu=cu)),
+        "A_log": (raw, dict(use_gate_in_kernel=True, A_log=torch.zeros(2))),
+        "dt_bias": (raw, dict(use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=bias)),
+    }
+    taken = {n for n, hint in op.options.__annotations__.items() if "Tensor" in str(hint)}
+    assert taken <= options.keys(), "a tensor among the options that this test does not know"
+    for name in taken:
+        given, chosen = options[name]
+        refused(op, ValueError, (name, "meta"), given, **{**chosen, name: chosen[name].to("meta")})
+        refused(op, TypeError, name, given, **{**chosen, name: "no tensor"})
 
 
 @every

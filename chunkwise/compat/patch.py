@@ -16,6 +16,7 @@ from torch import Tensor
 from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
+AXES = 3  # of positions in text, images and videos: time, height, width
 CACHES = ("cache", "past_key_values")  # transformers' names for the argument, newer and older
 
 
@@ -54,9 +55,10 @@ def patch_transformers(*, replace: bool = False) -> Patch:
     """Make transformers' models run on chunkwise, those imported already and, through `install_as_fla`, those imported later.
 
     Functions: whatever a model binds from fla and causal_conv1d. Models: documents that a call packs into one row, told by
-    `cu_seq_lens_q` or by `position_ids` that begin anew (without attention_mask and cache), reach every layer: the convolutions and
-    recurrences of the linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. Reading
-    `position_ids` synchronises with a GPU once a call, `cu_seq_lens_q` never; under torch.compile position ids alone are not read.
+    `cu_seq_lens_q` or by `position_ids` that begin anew (without a cache), reach every layer: the convolutions and recurrences of the
+    linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. An attention_mask of ones
+    beside them is taken off. Reading `position_ids` synchronises with a GPU once a call, reading a mask beside documents once more,
+    `cu_seq_lens_q` never; under torch.compile position ids alone are not read.
 
     Args:
         replace: take over from fla and causal_conv1d where they are imported already.
@@ -65,8 +67,8 @@ def patch_transformers(*, replace: bool = False) -> Patch:
         the patch: print it for what was replaced; `undo()` or a `with` block ends it. Call it again after importing further models.
 
     Raises:
-        ValueError: the real fla or causal_conv1d is imported already and replace is not set; packed documents in more than one row (at
-            the model's call).
+        ValueError: the real fla or causal_conv1d is imported already and replace is not set; at the model's call, packed documents in
+            more than one row, or cu_seq_lens_q beside an attention_mask that marks padding (under torch.compile, beside any).
     """
     patch = Patch(install_as_fla(replace=replace))
     made: dict[int, Callable[..., Any]] = {}
@@ -137,34 +139,55 @@ def _documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _separate(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that are missing for documents to be kept apart; none where the call has but one sequence a row."""
-    cu, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
-    if any(given.get(n) is not None for n in CACHES) or given.get("attention_mask") is not None:
+    """The arguments that are missing, or in the way, for documents to be kept apart; none where a row is one sequence."""
+    cu, positions, mask = (given.get(n) for n in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    if any(given.get(n) is not None for n in CACHES) or (mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)):
         return {}
     further: dict[str, Any] = {}
-    if cu is None:
-        text = positions[0] if positions is not None and positions.ndim == 3 and positions.shape[0] == 4 else positions
-        cu = None if text is None or text.ndim != 2 or torch.compiler.is_compiling() else _offsets(text)
-        if cu is None:
+    if cu is not None:
+        if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
+            raise ValueError("attention_mask beside cu_seq_lens_q: a packed row has no padding; leave attention_mask out")
+    else:
+        cu = None if positions is None or torch.compiler.is_compiling() else _offsets(positions, mask is not None)
+        if cu is None or (mask is not None and not bool(mask.all())):
             return {}
         longest = int(cu.diff().max())
         further = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
-    elif positions is None:
-        x = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
-        if x is not None:
-            token = torch.arange(x.shape[1], device=cu.device)
-            further["position_ids"] = (token - cu[torch.searchsorted(cu[1:].contiguous(), token.to(cu.dtype), right=True)])[None]
+    if mask is not None:
+        further["attention_mask"] = None  # all ones: beside it, attention layers look for no documents
+    x = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    if x is not None and (positions is None or (positions.ndim == 3 and positions.shape[0] == AXES)):
+        text = _within(cu, x.shape[1])
+        further["position_ids"] = text if positions is None else torch.cat((text[None], positions))
     if given.get("use_cache") is None:
         further["use_cache"] = False
     return further
 
 
-def _offsets(positions: Tensor) -> Tensor | None:
-    """[N + 1] int32 of the documents in positions [B, T]: one begins wherever a position is not the one before it plus one."""
-    begins = (positions.diff(dim=1) != 1).nonzero()
+def _within(cu: Tensor, T: int) -> Tensor:
+    """[1, T]: each token's place in its document."""
+    token = torch.arange(T, device=cu.device)
+    return (token - cu[torch.searchsorted(cu[1:].contiguous(), token.to(cu.dtype), right=True)])[None]
+
+
+def _offsets(positions: Tensor, masked: bool) -> Tensor | None:
+    """[N + 1] int32 of the documents in positions, None where there is one a row.
+
+    [B, T], or [4, B, T] whose first are a text's: a document begins wherever a position is not the one before it plus one; beside a mask,
+    as for transformers itself, positions may be of any kind that rises. [3, B, T] (time, height, width): where all are 0, or time falls.
+    """
+    if positions.ndim == 3 and positions.shape[0] == AXES:
+        new = (positions[0].diff(dim=1) < 0) | (positions[:, :, 1:] == 0).all(0)
+    else:
+        text = positions[0] if positions.ndim == 3 and positions.shape[0] == AXES + 1 else positions
+        if text.ndim != 2:
+            return None
+        new = text.diff(dim=1) < 1 if masked else text.diff(dim=1) != 1
+    begins = new.nonzero()
     if not len(begins):
         return None
-    if positions.shape[0] != 1:
+    B, T = positions.shape[-2:]
+    if B != 1:
         raise ValueError(f"packed documents need one row: flatten the batch to B = 1, got position_ids {list(positions.shape)}")
-    ends = begins.new_tensor([0, positions.shape[1]])
+    ends = begins.new_tensor([0, T])
     return torch.cat((ends[:1], begins[:, 1] + 1, ends[1:])).int()

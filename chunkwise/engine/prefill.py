@@ -12,6 +12,7 @@ from ..spec import Op
 from .dispatch import check_offsets
 from .pool import Where, check, member, sequences, store
 from .problem import compute_dtype, given
+from .snapshot import snapshots
 
 NOT_HERE = ("initial_state", "output_final_state")
 
@@ -49,29 +50,37 @@ def prefill(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     w = Where(N, index, None, None, None, cu_seqlens, state_v_first)
     check(who, op, inputs, pool, sizes, w)
-    if fresh is not None and (not isinstance(fresh, Tensor) or fresh.dtype != torch.bool or fresh.shape != (N,)):
-        raise ValueError(f"{who}: fresh must be a bool tensor [N] = [{N}], got {list(fresh.shape) if isinstance(fresh, Tensor) else fresh}")
+    _check_fresh(who, pool, w, fresh)
     _check_snapshots(who, pool, w, into, every, T)
+    if T == 0:
+        return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
     with torch.no_grad():
         slots, axes = w.slots(pool), (-1, 1, 1, 1)
         S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
         if fresh is not None:
             empty = op.empty_state(sizes, 1, dtype=S.dtype, device=S.device)
             S = torch.where(fresh.view(axes), empty.mT if state_v_first else empty, S)
-        made = []
-        for i, start in enumerate(range(0, T, every or max(T, 1))):
-            part = {n: t if t is None or not every or not op.args[n].per_token else t[:, start : start + every] for n, t in inputs.items()}
-            o, ST = op(part, initial_state=S, output_final_state=True, cu_seqlens=cu_seqlens, state_v_first=state_v_first, **options)
-            S = given(ST)
-            made.append(o)
-            if every and into is not None and i < into.shape[1]:
-                store(pool, into[:, i].long(), S)
-        if not made:
-            return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
-        store(pool, slots, S)
-        out = made[0] if len(made) == 1 else torch.cat(made, 1)
+        options |= dict(initial_state=S, cu_seqlens=cu_seqlens, state_v_first=state_v_first)
+        if every is None or into is None:
+            out, ST = op(inputs, output_final_state=True, **options)
+        else:
+            out, ST, met = snapshots(op, inputs, every=every, **options)
+            after = torch.cat((met.unflatten(0, (N, -1))[:, 1:], given(ST)[:, None]), 1)[:, : T // every]  # the state before the next piece
+            store(pool, into.flatten().long(), after.flatten(0, 1))
+        store(pool, slots, given(ST))
         live = slots >= 0
         return torch.where(live.view(axes) if cu_seqlens is None else live[sequences(cu_seqlens, T)].view(1, -1, 1, 1), out, 0.0)
+
+
+def _check_fresh(who: str, pool: Tensor, w: Where, fresh: Tensor | None) -> None:
+    if fresh is None:
+        return
+    if not isinstance(fresh, Tensor) or fresh.dtype != torch.bool:
+        raise TypeError(f"{who}: fresh must be a bool tensor, got {getattr(fresh, 'dtype', type(fresh).__name__)}")
+    if fresh.device != pool.device:
+        raise ValueError(f"{who}: fresh is on {fresh.device}, pool is on {pool.device}")
+    if fresh.shape != (w.N,):
+        raise ValueError(f"{who}: fresh must be [N] = [{w.N}], got {list(fresh.shape)}")
 
 
 def _check_snapshots(who: str, pool: Tensor, w: Where, into: Tensor | None, every: int | None, T: int) -> None:

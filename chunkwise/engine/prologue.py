@@ -41,6 +41,13 @@ def check_prologue(name: str, x: Mapping[str, Any], o: Mapping[str, Any]) -> Non
         g, A_log, dt_bias = x["g"], o["A_log"], o["dt_bias"]
         if g is None:
             raise ValueError(f"{name}: use_gate_in_kernel needs g")
+        for label, t in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if t is None:
+                continue
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                raise TypeError(f"{name}: {label} must be a floating tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+            if t.device != g.device:
+                raise ValueError(f"{name}: {label} is on {t.device}, g is on {g.device}")
         if A_log is None or A_log.numel() != g.shape[2]:
             raise ValueError(f"{name}: A_log must be [HV] with HV={g.shape[2]}, got {None if A_log is None else list(A_log.shape)}")
         if dt_bias is not None and dt_bias.numel() != g.shape[2:].numel():

@@ -64,10 +64,10 @@ def _head(
     """
     t = Terms(*terms)
     head, given = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    loss, lses = (x.new_empty(x.shape[0], dtype=_loss_dtype(x)) for _ in range(2))
-    dx = torch.empty_like(x, dtype=loss.dtype) if grad else x.new_empty(0)
-    dw = (torch.empty_like if x.shape[0] else torch.zeros_like)(weight, dtype=loss.dtype) if grad else x.new_empty(0)
-    db = torch.zeros_like(bias, dtype=loss.dtype) if grad and bias is not None else x.new_empty(0)
+    loss, lses, dx, dw, db = _results(x, weight, bias, grad)
+    if not x.shape[0]:
+        dw.zero_()
+    db.zero_()
     with torch.autocast(x.device.type, enabled=False):
         for at in _blocks(x.shape[0], rows):
             z = _logits(x[at], head, given)
@@ -92,23 +92,12 @@ def _loss_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _fake_head(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor | None,
-    upstream: Tensor | None,
-    rows: int,
-    grad: bool,
-    *terms: Any,
-) -> tuple[Tensor, ...]:
+def _results(x: Tensor, weight: Tensor, bias: Tensor | None, grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Room for what `_head` returns; nothing of a gradient that is not wanted."""
     wide = _loss_dtype(x)
     loss, lses = (x.new_empty(x.shape[0], dtype=wide) for _ in range(2))
-    if not grad:
-        return loss, lses, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    db = x.new_empty(0) if bias is None else torch.empty_like(bias, dtype=wide)
-    return loss, lses, torch.empty_like(x, dtype=wide), torch.empty_like(weight, dtype=wide), db
+    dx, dw, db = (torch.empty_like(t, dtype=wide) if grad and t is not None else x.new_empty(0) for t in (x, weight, bias))
+    return loss, lses, dx, dw, db
 
 
 def _scored(z: Tensor, target: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
@@ -128,7 +117,7 @@ _head_op = define(
     f"{TERMS})"
     " -> (Tensor loss, Tensor lses, Tensor dx, Tensor dweight, Tensor dbias)",
     _head,
-    _fake_head,
+    lambda x, weight, bias, target, lse, upstream, rows, grad, *terms: _results(x, weight, bias, grad),
 )
 _score_op = define(
     f"cross_entropy(Tensor z, Tensor target, {TERMS}) -> (Tensor loss, Tensor lse)",

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine.dispatch import check_offsets
-from .engine.problem import compute_dtype, given
-from .spec import Op, all_ops
+from ..spec import Op, all_ops
+from .dispatch import check_offsets
+from .problem import compute_dtype, given
 
 
 class Snapshots(NamedTuple):
