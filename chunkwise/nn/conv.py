@@ -72,14 +72,21 @@ def _update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index
         from .launch.conv import update
 
         return update(x, state, weight, bias, index, activation in SILU)
-    slot = torch.arange(x.shape[0], device=x.device) if index is None else index.to(torch.int64)
-    rows = torch.cat([state[slot.clamp(min=0)].transpose(1, 2).to(x.dtype), x], 1)  # [B, S + T, D]
-    taps = wide(weight).t().contiguous().to(wide(x).dtype)
-    z = _Taps.apply(wide(rows[:, S - (W - 1) :]), taps)
-    z = z if bias is None else z + bias.to(z.dtype)
-    kept = slot >= 0
-    state[slot[kept]] = rows[kept, rows.shape[1] - S :].transpose(1, 2).to(state.dtype)
-    return activation_named(activation)(z).to(x.dtype).masked_fill(~kept[:, None, None], 0)
+    T = x.shape[1]
+    past = state if index is None else state[index.clamp(min=0).to(torch.int64)]  # [B, D, S]
+    line = torch.cat([past.to(x.dtype), x.transpose(1, 2)], 2)  # [B, D, S + T]
+    rows, w = wide(line), wide(weight).to(wide(x).dtype)
+    y = rows[..., S - W + 1 : S - W + 1 + T] * w[:, :1]
+    for j in range(1, W):
+        y = torch.addcmul(y, rows[..., S - W + 1 + j : S - W + 1 + j + T], w[:, j : j + 1])
+    y = y if bias is None else y + bias.to(y.dtype)[:, None]
+    y = activation_named(activation)(y).to(x.dtype).transpose(1, 2).contiguous()
+    if index is None:
+        state.copy_(line[..., T:])
+        return y
+    kept = index >= 0
+    state[index[kept].to(torch.int64)] = line[kept, :, T:].to(state.dtype)
+    return y.masked_fill_(~kept[:, None, None], 0)
 
 
 _conv_op = define(
@@ -326,7 +333,7 @@ class ShortConvolution(nn.Module):
         return causal_conv1d(x, self.weight.squeeze(1), self.bias, initial_state, output_final_state, self.activation, cu_seqlens)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One token: x [B, D] -> y [B, D]; `state` [B, D, W - 1] moves on by one column, in place."""
+        """New tokens: x [B, D] or [B, T, D] -> y like x; `state` [B, D, W - 1] moves on in place."""
         with torch.no_grad():
             return causal_conv1d_update(x, state, self.weight.squeeze(1), self.bias, self.activation)
 
