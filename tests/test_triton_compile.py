@@ -1,11 +1,13 @@
 """Every kernel of the Triton plan, as tune chooses it, builds for every card we serve, fits its shared memory and keeps its registers."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
 
+import sass  # noqa: E402
 import torch  # noqa: E402
 
 from chunkwise.engine.explain import passes  # noqa: E402
@@ -85,6 +87,35 @@ def check(made: list[Built]) -> None:
     assert made and not faults, "\n".join(faults)
 
 
+def check_descriptors(made: list[Built]) -> None:
+    """wgmma's, of what was built for sm_90; half a second a kernel."""
+    from triton.runtime.cache import get_cache_manager
+
+    def faults(b: Built) -> str:
+        with open(get_cache_manager(b.key).get_file(f"{b.kernel}.cubin"), "rb") as file:
+            unset = sass.unset_registers(sass.instructions(file.read()))
+        return f"{b.kernel}, {b.warps} warps, {b.switches}: {unset}" if unset else ""
+
+    with ThreadPoolExecutor() as pool:
+        found = [f for f in pool.map(faults, (b for b in made if b.arch == "sm_90" and b.error is None)) if f]
+    assert not found, "descriptors of registers that nobody has written:\n" + "\n".join(found)
+
+
+def test_a_descriptor_of_unset_registers_is_found():
+    """As ptxas 12.8 has made them: words of a descriptor, counted on from nothing."""
+    code = [
+        "ULDC.64 UR4, c[0x0][0x208]", "UMOV UR9, 0x40000040", "USHF.R.U32.HI UR8, URZ, 0x4, UR5",
+        "UIADD3 UR10, UP0, UR12, 0x2, URZ", "@UP0 UIADD3.X UR11, UR9, -0x7fffffe0, URZ, UP0, !UPT",
+        "HGMMA.64x32x16.F32.BF16 R56, gdesc[UR8].tnspB, R56, gsb0",
+    ]  # fmt: skip
+    assert sass.unset_registers(code) == {"UR12": code[3]}
+    code[3] = code[3].replace("UR12", "UR4")
+    assert not sass.unset_registers(code)
+    code[5] = "HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR12], R24"  # from registers: the first two words are not read
+    assert sass.unset_registers(code).keys() == {"UR14", "UR15"}
+    assert not sass.unset_registers(["UIADD3 UR4, UR5, UR6, URZ"])  # no products
+
+
 @pytest.mark.parametrize("op", CELLS)
 def test_a_cell_builds_for_hopper_forward_and_backward(op):
     made = build("sm_90", op, sizes=((64, 64),))
@@ -140,13 +171,17 @@ def test_every_member_s_recurrent_form_builds_for_every_card(arch):
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128), ("float32", 64)])
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_cell_builds_for_every_card(arch, dtype, size, packed):
-    check(build(arch, *CELLS, dtypes=(dtype,), sizes=((size, size),), packed=(packed,), groups=(1, 4)))
+    made = build(arch, *CELLS, dtypes=(dtype,), sizes=((size, size),), packed=(packed,), groups=(1, 4))
+    check(made)
+    check_descriptors(made)
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("op", CELLS)
 def test_every_load_and_way_of_calling_builds_for_hopper(op):
-    check(precompile("sm_90", (op,), loads=LOADS))
+    made = precompile("sm_90", (op,), loads=LOADS)
+    check(made)
+    check_descriptors(made)
 
 
 def test_the_table_of_spills_names_what_there_is():

@@ -103,6 +103,7 @@ class Built:
     shared: int | None = None  # bytes a program
     limit: int = 0  # of shared, on this card
     seconds: float = 0.0  # to build, or to find in the cache
+    key: str = ""  # Triton's name for it there
     error: str | None = None
 
     @property
@@ -257,7 +258,8 @@ def _build(arch: str, launch: Launch) -> Built:
     except Exception as fault:  # whatever the compiler raises is a result here, not a failure of ours
         return Built(**about, seconds=time.perf_counter() - start, error=_complaint() or f"{type(fault).__name__}: {str(fault)[:200]}")
     took = time.perf_counter() - start
-    return Built(**about, registers=registers, spills=spills, shared=made.metadata.shared, limit=TARGETS[arch].shared, seconds=took)
+    about |= dict(registers=registers, spills=spills, shared=made.metadata.shared, limit=TARGETS[arch].shared)
+    return Built(**about, seconds=took, key=made.hash)
 
 
 def _stand_in(arch: str) -> None:
