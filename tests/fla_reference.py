@@ -11,12 +11,15 @@ from pathlib import Path
 import fla
 import torch
 from fla.layers import attn
+from fla.modules.activations import ACT2FN
+from fla.ops.abc.naive import naive_recurrent_abc
 from fla.ops.comba.naive import naive_chunk_comba
 from fla.ops.delta_rule.naive import delta_rule_recurrence
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 from fla.ops.gla.naive import naive_recurrent_gla
 from fla.ops.kda.naive import naive_recurrent_kda
+from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 from torch.nn import functional as F
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, vocab_size=37, intermediate_size=24, initializer_range=0.3, fuse_cross_entropy=False)
@@ -37,6 +40,11 @@ MODELS = {
     "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
     "Comba": dict(num_heads=2, head_dim=4),
     "GSA": dict(num_heads=2, num_slots=3),
+    "ABC": dict(num_heads=2, num_slots=3),
+    "ABC, convolved": dict(num_heads=2, num_slots=5, use_short_conv=True),
+    "RWKV6": dict(num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=5),
+    "RWKV7": dict(head_dim=8, decay_low_rank_dim=3, gate_low_rank_dim=5, a_low_rank_dim=4, v_low_rank_dim=6, fuse_norm=False),
+    "RWKV7, fused": dict(head_dim=8),
     "HGRN2": dict(expand_ratio=8),
     "Transformer": dict(num_heads=2, num_kv_heads=1),
     "Transformer, windowed": dict(num_heads=2, window_size=5),
@@ -143,6 +151,49 @@ def retention(q, k, v, **_):
     return additive(q, k, v, (1 - 2.0 ** (-5 - torch.arange(q.shape[2]))).log())
 
 
+def abc(q, k, v, s, **_):
+    o, _ = naive_recurrent_abc(*(t.transpose(1, 2) for t in (q, k, v, s)))
+    return o.transpose(1, 2), None
+
+
+def shift(x, cu_seqlens=None, cache=None, output_cache=False):
+    delta = F.pad(x, (0, 0, 1, -1)) - x
+    return (delta, x[:, -1]) if output_cache else delta
+
+
+def mixtures(x, delta, *mixed):
+    return [x.addcmul(delta, m) for m in mixed]
+
+
+def layer_norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, **_):
+    x = x if residual is None else x + residual
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return (y, x) if prenorm else y
+
+
+def group_norm(x, weight, bias, residual=None, eps=1e-5, num_groups=1, **_):
+    return F.group_norm(x.flatten(0, -2), num_groups, weight, bias, eps).view(x.shape)
+
+
+def correction(o, r, k, r_k, v, g):
+    return (o + ((r * k * r_k).sum(-1, keepdim=True) * v).flatten(-2)) * g
+
+
+def six(r, k, v, w, u, scale=1.0, **_):
+    o, _ = naive_recurrent_rwkv6(*(t.transpose(1, 2) for t in (r, k, v, w)), u, scale=scale)
+    return o.transpose(1, 2), None
+
+
+def seven(r, w, k, v, a, b, **_):
+    """fla's references of it take heads first, other signs or other layouts; this is the recurrence of its docstring."""
+    S, out = r.new_zeros(*r.shape[:1], r.shape[2], r.shape[3], v.shape[3]), []
+    for q, d, x, y, p, n in zip(*(t.unbind(1) for t in (r, w, k, v, a, b))):
+        read = torch.einsum("bhkv,bhk->bhv", S, p)
+        S = d.exp()[..., None] * S + n[..., None] * read[..., None, :] + x[..., None] * y[..., None, :]
+        out.append(torch.einsum("bhkv,bhk->bhv", S, q))
+    return torch.stack(out, 1), None
+
+
 REPLACED = {
     "rms_norm": rms, "rms_norm_gated": rms_gated, "causal_conv1d": conv, "rotary_embedding": rotary, "elu_p1": lambda x: F.elu(x) + 1,
     "swiglu": lambda x, y: F.silu(x) * y, "swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias),
@@ -150,11 +201,15 @@ REPLACED = {
     "chunk_gla": gla, "fused_recurrent_gla": gla, "chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta,
     "chunk_linear_attn": additive, "fused_recurrent_linear_attn": additive, "chunk_retention": retention,
     "fused_recurrent_retention": retention, "chunk_gated_delta_product": product, "chunk_comba": comba, "fused_recurrent_comba": comba,
-    "flash_attn_func": flash, "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu,
+    "flash_attn_func": flash, "chunk_rwkv6": six, "fused_recurrent_rwkv6": six, "chunk_rwkv7": seven, "token_shift": shift,
+    "fused_addcmul_rwkv7": mixtures, "fused_k_rwkv7": lambda k, a, k_a: k.addcmul(k * (a - 1), k_a), "layer_norm": layer_norm,
+    "group_norm": group_norm, "gate_output_correction": correction, "l2_norm": unit, "chunk_abc": abc,
+    "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu,
 }  # fmt: skip
 
 
 def main(folder: Path) -> None:
+    ACT2FN.update(swish=F.silu, sqrelu=lambda x: F.relu(x).square())
     attn.flash_attn_func = flash  # a layer without flash-attn refuses to be built
     for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == "fla"]:
         for name in REPLACED.keys() & vars(module).keys():
@@ -167,9 +222,9 @@ def main(folder: Path) -> None:
         model = getattr(fla.models, f"{kind}ForCausalLM")(config).eval()
         with torch.no_grad():
             for n, p in model.named_parameters():
-                if p.ndim == 1 and not n.endswith(("A_log", "dt_bias")):
+                if (p.ndim == 1 or not p.any()) and not n.endswith(("A_log", "dt_bias")):
                     p.add_(0.2 * torch.randn_like(p))
-            if kind == "GatedDeltaProduct":  # trained so: its short calls take an inference kernel's path otherwise
+            if kind in ("GatedDeltaProduct", "RWKV7"):  # as in training: short calls take an inference kernel's path otherwise
                 model.train()
             logits = model(x, use_cache=False).logits
         model.save_pretrained(folder / name)

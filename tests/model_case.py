@@ -12,7 +12,13 @@ from chunkwise.nn import all_mixers
 VOCAB = 37
 ATTENTION = {"full_attention": dict(mixer="full_attention"), "sliding_attention": dict(mixer="sliding_attention", sliding_window=8)}
 HYBRID = dict(layer_types=["retention", "full_attention", "none"], num_hidden_layers=3)
-KINDS = {**{name: dict(mixer=name) for name in all_mixers()}, **ATTENTION, "hybrid": HYBRID}
+SHIFTED = dict(norm="layer", embedding_norm=True, hidden_act="sqrelu")
+BLOCKS = {
+    "rwkv6 in its own blocks": dict(mixer="rwkv6", mlp="gated_channel_mix", **SHIFTED),
+    "rwkv7 in its own blocks": dict(mixer="rwkv7", mlp="channel_mix", **SHIFTED),
+    "mamba2 alone": dict(mixer="mamba2", mlp="none"),
+}
+KINDS = {**{name: dict(mixer=name) for name in all_mixers()}, **ATTENTION, "hybrid": HYBRID, **BLOCKS}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 recurrent_kinds = pytest.mark.parametrize("kind", [k for n, k in KINDS.items() if n in all_mixers()], ids=list(all_mixers()))
 

@@ -24,6 +24,7 @@ from chunkwise.nn import Mixer, all_mixers  # noqa: E402
 
 RECORDED = json.loads((Path(__file__).parent / "fla_checkpoint.json").read_text())  # made by fla 0.6.0: config.json, names, shapes
 FLA = [n for n in RECORDED if n in layouts() and layouts()[n].mixer in (*all_mixers(), "full_attention")]
+OF_PLAIN_BLOCKS = [n for n in FLA if not layouts()[n].ours.keys() & {"mlp", "norm"}]  # the others: tests/test_convert_fla.py
 TRANSFORMERS = {
     "qwen3_5": {},
     "qwen3_next": dict(mlp_only_layers=[0, 1]),
@@ -82,7 +83,7 @@ def attention(p, x, heads):
     return F.linear(torch.einsum("hts,shv->thv", weights, v).flatten(1), p["o_proj.weight"])
 
 
-@pytest.mark.parametrize("name", FLA)
+@pytest.mark.parametrize("name", OF_PLAIN_BLOCKS)
 def test_fla_checkpoint_computes_what_its_papers_say(name):
     config, state = checkpoint(name)
     if name == "hgrn2":  # the floors of its forget factors are the stack's business: tests/test_convert_fla.py
@@ -103,6 +104,27 @@ def test_fla_checkpoint_is_written_as_it_was_read(name):
     assert {n: v for n, v in described.items() if n in config and v != config[n]} in ({}, {"hidden_ratio": None})
     again = read_model(described, back)
     assert again.config.to_dict() == model.config.to_dict()
+
+
+def test_mamba2_of_transformers_computes_the_same_through_ours_and_back(tmp_path):
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(num_heads=4, head_dim=8, hidden_size=16, state_size=6, num_hidden_layers=2, n_groups=2, vocab_size=37)
+    theirs = Mamba2ForCausalLM(Mamba2Config(**sizes, chunk_size=16)).eval()
+    with torch.no_grad():
+        for n, p in theirs.named_parameters():
+            if not n.endswith(("A_log", "dt_bias")):
+                p.add_(0.2 * torch.randn_like(p))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, x = read_folder(tmp_path / "theirs"), ids(2, 40)
+    with torch.no_grad():
+        truth, want = copy.deepcopy(ours).double()(x).logits.flatten(0, 1), theirs(x, use_cache=False).logits.flatten(0, 1)
+        agree({"logits": ours(x).logits.flatten(0, 1)}, {"logits": truth}, {"logits": want})
+        agree({"logits": want}, {"logits": truth}, {"logits": ours(x).logits.flatten(0, 1)})
+    write_folder(ours, tmp_path / "back", "mamba2")
+    again = Mamba2ForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert again.keys() == theirs.state_dict().keys() and all(torch.equal(again[n], t) for n, t in theirs.state_dict().items())
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -110,7 +110,7 @@ def test_every_configuration_key_changes_something():
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
         use_cache=False, output_logits=False, sliding_window=3, use_lower_bound=False, num_slots=3, num_householder=3,
         use_forget_gate=False, correction_factor=0.5, normalize_feedback=True, state_size=6, num_groups=2,
-        attention=dict(num_heads=4, head_dim=4), mixer_norm_eps=0.5,
+        attention=dict(num_heads=4, head_dim=4), mixer_norm_eps=0.5, norm="layer", embedding_norm=True, mlp="channel_mix",
         proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
@@ -200,3 +200,11 @@ def test_sizes_below_one_are_refused(field):
 def test_an_unknown_mixer_is_a_value_error():
     with pytest.raises(ValueError, match="^ChunkwiseConfig: mixer and layer_types must be among"):
         ChunkwiseConfig(mixer="nope")
+
+
+def test_feed_forward_layers_that_look_back_need_recurrent_layers_beside_them():
+    with pytest.raises(ValueError, match="mlp='channel_mix' keeps its state beside a recurrent layer's, got full_attention layers"):
+        config(layer_types=["rwkv7", "full_attention"], mixer="rwkv7", mlp="channel_mix")
+    for field in "mlp", "norm":
+        with pytest.raises(ValueError, match=f"{field} must be one of .*, got 'other'"):
+            config(**{field: "other"})

@@ -16,6 +16,8 @@ from ..nn.mlp import intermediate_size
 
 SHAPE = frozenset({"head_dim", "num_kv_heads", "rope_theta"})
 ATTENTION = {"full_attention": SHAPE, "sliding_attention": SHAPE | {"sliding_window"}}  # softmax attention, and the fields it uses
+NORMS = ("rms", "layer")
+MLPS = ("gated", "channel_mix", "gated_channel_mix", "none")
 NONE = "none"  # no mixer at all: what the rest of the model can do alone
 
 
@@ -36,7 +38,10 @@ class ChunkwiseConfig(PretrainedConfig):
         sliding_window: tokens that a sliding_attention layer sees. use_lower_bound: learnt lower bounds of the forget factors of HGRN.
         mode: how the operator is evaluated: "chunk", "fused_chunk", "fused_recurrent" or "parallel"; the function is the same.
         hidden_ratio, intermediate_size: width of the feed-forward layers; intermediate_size wins.
-        hidden_act: activation of the gated feed-forward layers.
+        mlp: the feed-forward layers: "gated", RWKV's "channel_mix" (RWKV-7) or "gated_channel_mix" (RWKV-6), whose own activation is
+            "sqrelu", or "none". hidden_act: their activation.
+        norm: "rms", or "layer" with bias, before mixers and feed-forward layers and at the end; embedding_norm: one more after the
+            embeddings.
         mixer_norm_eps: of the norms inside the mixers, where it is not norm_eps.
         norm_eps, initializer_range, tie_word_embeddings, use_cache: as everywhere in transformers.
         output_logits: return logits beside a loss too; None: not in training, where the loss then never stores them all.
@@ -89,7 +94,10 @@ class ChunkwiseConfig(PretrainedConfig):
     allow_neg_eigval: bool | None = None
     hidden_ratio: float | int | None = None
     intermediate_size: int | None = None
+    mlp: str = "gated"
     hidden_act: str = "silu"
+    norm: str = "rms"
+    embedding_norm: bool = False
     norm_eps: float = 1e-6
     mixer_norm_eps: float | None = None
     initializer_range: float = 0.02
@@ -153,6 +161,12 @@ class ChunkwiseConfig(PretrainedConfig):
         if types and self.mixer not in types:
             raise ValueError(f"ChunkwiseConfig: mixer = {self.mixer!r} is none of layer_types = {types}")
         activation(self.hidden_act)
+        for field, allowed in (("norm", NORMS), ("mlp", MLPS)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"ChunkwiseConfig: {field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        stateless = sorted({*types} - all_mixers().keys())
+        if self.mlp.endswith("channel_mix") and stateless:
+            raise ValueError(f"ChunkwiseConfig: mlp={self.mlp!r} keeps its state beside a recurrent layer's, got {stateless[0]} layers")
         taken: set[str] = set()
         for name in set(types) - {NONE}:
             taken |= ATTENTION[name] if name in ATTENTION else fields_of(mixer_class(name))

@@ -17,6 +17,8 @@ from ..nn import Mixer
 from .configuration import ChunkwiseConfig
 from .layout import Layout, State
 from .layout_fla import LAYOUTS as FLA
+from .layout_mamba import LAYOUTS as MAMBA
+from .layout_rwkv import LAYOUTS as RWKV
 from .layout_transformers import LAYOUTS as TRANSFORMERS
 from .modeling import ChunkwiseForCausalLM
 
@@ -27,7 +29,7 @@ OTHERS = ("config.json", "README.md", "LICENSE*", ".*")  # not copied: written a
 @cache
 def layouts() -> Mapping[str, Layout]:
     """Every layout by its model_type."""
-    return MappingProxyType({layout.model_type: layout for layout in (*FLA, *TRANSFORMERS)})
+    return MappingProxyType({layout.model_type: layout for layout in (*FLA, *RWKV, *MAMBA, *TRANSFORMERS)})
 
 
 def layout_named(model_type: str | None) -> Layout:

@@ -23,6 +23,7 @@ SHARED = (  # the same name and meaning everywhere
     "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 LAYERS = ("mixer", "layer_types", "attention", "sliding_window")  # ours, which `arrange` makes of theirs
+STRUCTURE = ("mlp", "norm", "embedding_norm")  # ours, which each layout has but one value of
 SIZES = ("head_dim", "expand_k", "expand_v")  # said in each library's own way: see `head_sizes`
 
 
@@ -103,6 +104,9 @@ class Layout:
             if words and value is not None and value not in words:
                 raise ValueError(f"{self}: {name} must be {_either(tuple(words))}, got {value!r}")
             result[back.get(name, name)] = words.get(value, value)
+        for name in STRUCTURE:
+            if name not in self.ours and name not in back and getattr(config, name) != getattr(ChunkwiseConfig, name):
+                raise ValueError(f"{self}: {name} must be {getattr(ChunkwiseConfig, name)!r}, got {getattr(config, name)!r}")
         for name in _optional_fields():
             known = name in back or name in self.ours or name in SIZES or name in LAYERS
             if not known and getattr(config, name) is not None and getattr(config, name) != _own_default(config, name):
@@ -128,7 +132,7 @@ def head_sizes(config: ChunkwiseConfig) -> tuple[int, int]:
     """K and V of the member's heads."""
     D, H = config.hidden_size, config.num_heads
     expand_k, expand_v = (_own_default(config, n) if getattr(config, n) is None else getattr(config, n) for n in ("expand_k", "expand_v"))
-    K = config.head_dim or round(D * expand_k / H)
+    K = config.head_dim or round(D * (1.0 if expand_k is None else expand_k) / H)
     return K, round((config.head_dim or D / H) * expand_v)
 
 

@@ -13,8 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ..nn import (
+    ChannelMix,
     Depth,
     GatedMLP,
+    LayerNorm,
     Mixer,
     Packing,
     RMSNorm,
@@ -33,7 +35,7 @@ IGNORED = -100  # the label of tokens that are not predicted
 
 
 class Block(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); without the first half for the layer type "none"."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); without the first half for the layer type "none", without the second for such an mlp."""
 
     def __init__(self, config: ChunkwiseConfig, layer_idx: int):
         super().__init__()
@@ -47,9 +49,16 @@ class Block(GradientCheckpointingLayer):
             mixer = mixer_class(name)
             self.attn = mixer(D, config.num_heads, **config.mixer_options(name), **mixer.place(layer_idx, cast(list, config.layer_types)))
         if self.attn is not None:
-            self.attn_norm = RMSNorm(D, config.norm_eps)
-        self.mlp_norm = RMSNorm(D, config.norm_eps)
-        self.mlp = GatedMLP(D, cast(int, config.intermediate_size), config.hidden_act)
+            self.attn_norm = norm(config)
+        self.mlp: nn.Module | None = None
+        inner = cast(int, config.intermediate_size)
+        if config.mlp == "gated":
+            self.mlp = GatedMLP(D, inner, config.hidden_act)
+        elif config.mlp != NONE:
+            gated = config.mlp.startswith("gated")
+            self.mlp = ChannelMix(D, inner, config.hidden_act, gated=gated, layer_idx=layer_idx, num_layers=config.num_hidden_layers)
+        if self.mlp is not None:
+            self.mlp_norm = norm(config)
 
     def forward(
         self,
@@ -61,7 +70,7 @@ class Block(GradientCheckpointingLayer):
         first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], or [1, n, D] when packed; floor and first: see `Depth`. Returns x and, for the layers above, first."""
-        state, y = None, None
+        state, before, y = None, None, None
         layer = None if cache is None else cache.layers[self.layer_idx]
         depth = Depth(floor, first)
         if isinstance(self.attn, Attention):
@@ -69,14 +78,28 @@ class Block(GradientCheckpointingLayer):
         elif isinstance(self.attn, Mixer):
             before = layer.state if isinstance(layer, MixerCacheLayer) else None
             y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None, depth=depth)
+        if self.mlp is None:
+            x = x if y is None else x + y
+        else:
+            if y is not None and (_plain(self.mlp_norm, RMSNorm) or _plain(self.mlp_norm, LayerNorm)):
+                y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
+            else:
+                x = x if y is None else x + y
+                y = self.mlp_norm(x)
+            if isinstance(self.mlp, ChannelMix):
+                y, last = self.mlp(y, packing, None if before is None else before.mlp, layer is not None)
+                state = None if state is None else state._replace(mlp=last)
+            else:
+                y = self.mlp(y)
+            x = x + y
         if isinstance(layer, MixerCacheLayer):
             layer.advance(state, packing.length)
-        if y is not None and _plain(self.mlp_norm, RMSNorm):
-            y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
-        else:
-            x = x if y is None else x + y
-            y = self.mlp_norm(x)
-        return x + self.mlp(y), depth.first
+        return x, depth.first
+
+
+def norm(config: ChunkwiseConfig) -> RMSNorm | LayerNorm:
+    """The norm between the model's parts."""
+    return RMSNorm(config.hidden_size, config.norm_eps) if config.norm == "rms" else LayerNorm(config.hidden_size, config.norm_eps, True)
 
 
 class ChunkwisePreTrainedModel(PreTrainedModel):
@@ -95,7 +118,7 @@ class ChunkwisePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Mixer):
+        if isinstance(module, Mixer | ChannelMix):
             module.reset_parameters(init.copy_)
         elif isinstance(module, ChunkwiseModel) and hasattr(module, "lower_bounds"):
             init.zeros_(module.lower_bounds)
@@ -113,7 +136,9 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
         config.validate_layer_type()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.embedding_norm:
+            self.embedding_norm = norm(config)
+        self.norm = norm(config)
         floored = [b.attn.key_dim for b in self.layers if isinstance(b.attn, Mixer) and b.attn.floored]
         if floored and config.use_lower_bound is not False:
             self.lower_bounds = nn.Parameter(torch.zeros(config.num_hidden_layers, floored[0]))
@@ -165,6 +190,8 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
             attention_mask = None
 
         x = packing.pack(x)
+        if self.config.embedding_norm:
+            x = self.embedding_norm(x)
         every = [x] if _flag(output_hidden_states, self.config.output_hidden_states) else None
         floors, first = self.floors(), None
         for block, floor in zip(self.layers, floors, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .activation import activation, feature_map
+from .channel_mix import ChannelMix
 from .conv import ShortConvolution, causal_conv1d, causal_conv1d_update
 from .loss import cross_entropy, linear_cross_entropy
 from .mixer import Depth, Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
@@ -26,6 +27,7 @@ from .rotary import rotary
 from .shift import token_shift
 
 __all__ = [
+    "ChannelMix",
     "Depth",
     "GatedLayerNorm",
     "GatedMLP",

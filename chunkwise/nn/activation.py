@@ -26,6 +26,11 @@ def taylor(x: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(z[..., :1]), z, pairs * 2**-0.5), -1)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    """So et al. Primer. NeurIPS 2021."""
+    return F.relu(x).square()
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
 
@@ -35,6 +40,7 @@ _ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
     "gelu": F.gelu,
     "relu": F.relu,
+    "sqrelu": _squared_relu,
     "sigmoid": torch.sigmoid,
     "elu_plus_one": _elu_plus_one,
     "identity": _identity,

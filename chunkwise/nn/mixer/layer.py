@@ -34,6 +34,7 @@ class MixerState(NamedTuple):
     conv: Tensor | None  # [N, channels, W - 1]: the last inputs of the convolutions, or of the token shift (W = 2)
     recurrent: Tensor  # [N, HV, K, V] (the operator's `state` axes) float32 (float64 for float64 layers)
     seen: Tensor  # [N] int64: tokens so far, padding not counted
+    mlp: Tensor | None = None  # [N, D, 1]: the last input of the feed-forward layer after it, where that one looks back
 
     def select(self, index: Tensor) -> MixerState:
         """The states of the sequences `index` [M]: beams, batch selection."""
@@ -43,7 +44,7 @@ class MixerState(NamedTuple):
         return self._map(lambda x: x.to(device))
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> MixerState:
-        return MixerState(None if self.conv is None else move(self.conv), move(self.recurrent), move(self.seen))
+        return MixerState(*(None if x is None else move(x) for x in self))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -148,12 +149,7 @@ class Mixer(nn.Module):
         """Fill the parameters of `initial_values`; the modules fill their own. Right after `to_empty` on a meta-device build too, and on
         shards (DTensor), each of which gets its part of one draw. copy(parameter, value): who wants to have a say."""
         for name, value in self.initial_values(next(self.parameters()).device).items():
-            parameter = self.get_parameter(name)
-            if hasattr(parameter, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor  # takes a second to import
-
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-            copy(parameter, value)
+            fill(self.get_parameter(name), value, copy)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in torch; marks the layer's own parameters (gates, mixtures, bonuses), which optimisers must not decay, whoever sets them
@@ -249,6 +245,15 @@ class Mixer(nn.Module):
         """The keyword arguments that tell a member its place in a stack of these types of layers, for members that ask."""
         place = {"layer_idx": layer_idx, "num_layers": len(layer_types), "first": layer_types.index(cls.op) == layer_idx}
         return {name: place[name] for name in _keywords(cls) if name in PLACE}
+
+
+def fill(parameter: Tensor, value: Tensor, copy: Callable[[Tensor, Tensor], Any]) -> None:
+    """copy(parameter, value), or the parameter's shard of it."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    copy(parameter, value)
 
 
 def _keywords(cls: type[Mixer]) -> Iterator[str]:
