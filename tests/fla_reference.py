@@ -44,7 +44,6 @@ MODELS = {
     "ABC, convolved": dict(num_heads=2, num_slots=5, use_short_conv=True),
     "RWKV6": dict(num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=5),
     "RWKV7": dict(head_dim=8, decay_low_rank_dim=3, gate_low_rank_dim=5, a_low_rank_dim=4, v_low_rank_dim=6, fuse_norm=False),
-    "RWKV7, fused": dict(head_dim=8),
     "HGRN2": dict(expand_ratio=8),
     "Transformer": dict(num_heads=2, num_kv_heads=1),
     "Transformer, windowed": dict(num_heads=2, window_size=5),

@@ -71,8 +71,10 @@ def _read_7(state: State, config: ChunkwiseConfig) -> State:
 def _write_7(state: State, config: ChunkwiseConfig) -> State:
     result: State = {}
     for name, t in _renamed(state, _back(SEVEN)).items():
-        split = {f"{name.removesuffix('mix')}{n}": row.view(1, 1, -1) for n, row in zip(MIXED, t)} if name.endswith(".x_mix") else {name: t}
-        result |= split
+        if name.endswith(".x_mix"):
+            result |= {f"{name.removesuffix('mix')}{n}": row.clone().view(1, 1, -1) for n, row in zip(MIXED, t)}
+        else:
+            result[name] = t
     return result
 
 
