@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .memory import room
 from .problem import Problem
 
 
@@ -117,7 +118,7 @@ class Layout:
 
     def empty(self, heads: int, *D: int, dtype: torch.dtype) -> Tensor:
         """Room for `put`: [B, T, heads(, D)], and a row more in packed calls, where rows past the end go; see `trim`."""
-        return torch.empty(self.B, self.T + (self.lengths is not None), heads, *D, dtype=dtype, device=self.device)
+        return room(self.B, self.T + (self.lengths is not None), heads, *D, dtype=dtype, device=self.device)
 
     def trim(self, out: Tensor) -> Tensor:
         """What was `put` into `empty`: [B, T, heads(, D)]."""
