@@ -1,8 +1,6 @@
 """A decode step against the member's recurrent form: a step is the form from the slot's state, and nothing else changes."""
 
 import doctest
-import inspect
-import re
 from itertools import accumulate
 from pathlib import Path
 
@@ -285,91 +283,9 @@ def test_a_step_can_be_captured(op):
         assert torch.equal(o, want) and torch.equal(pool[[1, 4]], first[[1, 4]])
 
 
-WRONG = {
-    "no such member": (dict(op="gru"), "op must be a member, one of abc"),
-    "a keyword of the form": (dict(initial_state=None), "unexpected keyword 'initial_state'"),
-    "an unknown input": (dict(inputs=dict(z=torch.zeros(1))), "unexpected input 'z'"),
-    "pool of whole numbers": (dict(pool=torch.zeros(6, 4, 5, 6, dtype=torch.int32)), "pool must be a floating tensor, got torch.int32"),
-    "the other layout": (dict(state_v_first=True), r"pool must be [slots, HV, V, K] = [slots, 4, 6, 5], got [6, 4, 5, 6]"),
-    "a turned pool": (dict(pool=torch.zeros(6, 4, 6, 5).mT), "pool must be dense inside a slot, got strides [120, 30, 1, 5]"),
-    "no index": (dict(index=None), "pool must have a slot for each of 3 sequences without an index, got 6"),
-    "index of floats": (dict(index=torch.zeros(3)), "index must be an int32 or int64 tensor, got torch.float32"),
-    "index too short": (dict(index=torch.zeros(2, dtype=torch.int64)), "index must be [N] = [3], got [2]"),
-    "index too high": (dict(index=torch.tensor([0, 6, 1])), "index must name slots below 6, got 6"),
-    "accepted of one column": (dict(accepted=torch.ones(3, dtype=torch.int64)), "index must be [N, columns] with N=3, got [3]"),
-    "parents without into": (dict(parents=torch.zeros(3, 1, dtype=torch.int64)), "parents needs into"),
-    "a parent of its own": (
-        dict(into=torch.zeros(3, 1, dtype=torch.int64), parents=torch.zeros(3, 1, dtype=torch.int64)), "parents must name earlier tokens"
-    ),
-    "into too narrow": (dict(into=torch.zeros(3, 0, dtype=torch.int64)), "into must have a column for each of T=1 tokens, got 0"),
-    "gate without its parameters": (dict(use_gate_in_kernel=True), "A_log must be [HV] with HV=4, got None"),
-    "triton on a CPU": (dict(backend="triton"), "backend='triton' cannot serve this call: the tensors are on cpu"),
-    "qkv of no size": (dict(inputs=dict(qkv=torch.zeros(3, 1, 30))), "qkv must be [B, T, 2 H K + HV V] with K=5, HV=4, V=6 (from pool)"),
-}  # fmt: skip
-
-
-@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="values of tensors on a GPU are not looked at")
-@pytest.mark.parametrize("changed, says", WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_refused_by_name(changed, says):
-    x, pool = drawn(BASIC)
-    call = dict(op=BASIC, inputs=x, pool=pool, index=LANES)
-    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
-        decode(**{**call, **changed})
-
-
-PROMPT = {
-    "a state": (dict(initial_state=None), "unexpected keyword 'initial_state': states come from and go to the pool"),
-    "fresh of numbers": (dict(fresh=torch.zeros(3)), "fresh must be a bool tensor, got torch.float32"),
-    "fresh for others": (dict(fresh=torch.ones(2, dtype=torch.bool)), "fresh must be [N] = [3], got [2]"),
-    "snapshots of none": (dict(every=0, into=LANES[:, None]), "every must be at least 1, got 0"),
-    "snapshots nowhere": (dict(every=1), "every and into go together, got every=1 and no into"),
-    "snapshots too many": (dict(every=1, into=LANES.expand(2, 3).mT), "into must be [N, T // every] = [3, 1] on cpu, got [3, 2] on cpu"),
-    "snapshots beyond the pool": (dict(every=1, into=LANES[:, None] + 2), "into must name slots below 6, got 6"),
-}
-
-
-@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="values of tensors on a GPU are not looked at")
-@pytest.mark.parametrize("changed, says", PROMPT.values(), ids=PROMPT)
-def test_a_prompt_that_does_not_fit_is_refused_by_name(changed, says):
-    x, pool = drawn(BASIC)
-    with pytest.raises((TypeError, ValueError), match=re.escape(f"prefill {BASIC.name}: {says}")):
-        prefill(**{**dict(op=BASIC, inputs=x, pool=pool, index=LANES), **changed})
-
-
-@pytest.mark.parametrize("call", [decode, prefill])
-def test_a_tensor_on_another_device_is_refused_by_name(call):
-    op = next(op for op in OPS if op.name == "kda")
-    x, pool = op.draw(dict(B=2, T=2, H=2, HV=2, K=4, V=4)), torch.zeros(8, 2, 4, 4)
-    table, row = torch.tensor([[0, 1], [2, 3]]), {n: t.flatten(0, 1)[None] for n, t in x.items()}
-    raw = dict(use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(8))
-    given = dict(pool={}, index=dict(index=table[:, 0]), into=dict(into=table, index=table[:, 0]), A_log=raw, dt_bias=raw)
-    given["cu_seqlens"] = dict(inputs=row, index=table[:, 0], cu_seqlens=torch.tensor([0, 1, 4]))
-    if call is decode:
-        given["accepted"] = dict(index=table, accepted=torch.ones(2, dtype=torch.int32))
-        given["parents"] = dict(into=table, index=table[:, 0], parents=torch.full((2, 2), -1))
-    else:
-        given["into"]["every"] = 1
-        given["fresh"] = dict(fresh=torch.ones(2, dtype=torch.bool), index=table[:, 0])
-    signature = inspect.signature(call).parameters.values()
-    assert {p.name for p in signature if "Tensor" in str(p.annotation)} - {"inputs"} <= given.keys()
-    for name, chosen in given.items():
-        kept = {"op": op, "inputs": x, "pool": pool, "index": table[:, 0], **chosen}
-        call(**{**kept, "pool": pool.clone()})
-        for bad, error in ((kept[name].to("meta"), ValueError), ("no tensor", TypeError)):
-            with pytest.raises(error, match=f"{op.name}: {name}.*" + ("meta" if error is ValueError else "str")):
-                call(**{**kept, name: bad})
-
-
 def test_the_examples_run():
     failed, tried = doctest.testfile(str(Path(__file__).parents[1] / "docs" / "decode.md"), module_relative=False)
     assert tried and not failed
-
-
-def test_a_gradient_is_refused():
-    x, pool = drawn(BASIC)
-    x["v"].requires_grad_()
-    with pytest.raises(ValueError, match="has no gradient, and v requires one"):
-        decode(BASIC, x, pool, LANES.to(oracle.DEVICE))
 
 
 def test_parameters_of_the_gate_leave_the_pool_plain():

@@ -53,17 +53,18 @@ def resolve(
     return ways, p, x
 
 
-def _outside(x: Tensor) -> AbstractContextManager[object]:
+def outside(x: Tensor) -> AbstractContextManager[object]:
     """Autocast changes nothing inside a plan."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    cast = device != "meta" and torch.is_autocast_enabled(device)  # tensors without contents have no autocast
+    return torch.autocast(device, enabled=False) if cast else nullcontext()
 
 
 def _gradients(
     plan: Any, p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Of every stream, and of the initial state in its dtype."""
-    with _outside(x.q):
+    with outside(x.q):
         d, dS0 = plan.backward(p, x, S0, saved, do, dST)
     return (*d, None if S0 is None or dS0 is None else dS0.to(S0.dtype))
 
@@ -76,7 +77,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *streams, S0 = args[: STREAMS + 1]
     *switches, final, save = args[STREAMS + 1 :]
     plan, p, x = resolve(tuple(streams), *switches)
-    with _outside(x.q):
+    with outside(x.q):
         o, ST, saved = plan.forward(p, x, S0, final=final, save=save)
     return o, _present(None if ST is None else ST.contiguous(), o), _present(saved, o)  # dense, as the shapes for tracing say
 
@@ -150,7 +151,7 @@ class Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Any, p: Problem, final: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """tensors: the streams and the initial state."""
-        with _outside(given(tensors[0])):
+        with outside(given(tensors[0])):
             o, ST, saved = plan.forward(p, Streams._make(tensors[:-1]), tensors[-1], final=final, save=True)
         ctx.plan, ctx.p = plan, p
         ctx.save_for_backward(*tensors, p.cu_seqlens, p.cu_seqlens_cpu, saved)
@@ -213,6 +214,6 @@ def recurrence(
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
     if grad:
         return Direct.apply(made, p, final, *x, S0)
-    with _outside(x.q):
+    with outside(x.q):
         o, ST, _ = made.forward(p, x, S0, final=final, save=False, **({} if slots is None else {"slots": slots}))
     return o, ST

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
-from .library import STREAM_INPUTS, STREAMS
+from .library import STREAM_INPUTS, STREAMS, outside
 from .problem import problem
 from .prologue import NORMALIZED, prologue
 
@@ -106,6 +106,6 @@ def recurrent_form(scan: Scan, x: Mapping[str, Tensor | None], S0: Tensor | None
     choice = scan.choose(op, cell, T=s.q.shape[1], device=s.q.device.type, grad=False, form=scan.form, backend=scan.backend)
     if not choice.plan.startswith("triton_recurrent"):
         return None
-    with torch.autocast(s.q.device.type, enabled=False):
+    with outside(s.q):
         out, ST = torch.ops.chunkwise.recurrent(*s, S0, scan.cu_seqlens, cell.gate.value, cell.rule.value, scale, scan.final, *raw)
     return out, ST if scan.final else None

@@ -19,6 +19,13 @@ def uses_kernels(x: Tensor) -> bool:
     return TRITON and x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
+def check_device(name: str, label: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raises ValueError naming one of the others that is elsewhere than x, the argument `label`."""
+    for other, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name}: {other} is on {t.device}, {label} on {x.device}")
+
+
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not."""
 

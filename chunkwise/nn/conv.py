@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .activation import activation as activation_named
-from .boundary import define, present, uses_kernels
+from .boundary import check_device, define, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, sequence_index
 
@@ -211,6 +211,8 @@ def causal_conv1d(
         raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"{name}: residual must be like x, {list(x.shape)} {x.dtype}, got {list(residual.shape)} {residual.dtype}")
+    given = dict(weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, residual=residual, seq_idx=seq_idx)
+    check_device(name, "x", x, **given)
     if channels_first:
         x, residual = x.transpose(1, 2), None if residual is None else residual.transpose(1, 2)
     B, T, D = x.shape
@@ -290,6 +292,7 @@ def causal_conv1d_update(
         raise ValueError(f"{name}: state must hold B = {B} sequences, or state_indices say which, got {state.shape[0]}")
     if state_indices is not None and (state_indices.shape != (B,) or state_indices.is_floating_point()):
         raise ValueError(f"{name}: state_indices must be [B] = [{B}] integers, got {list(state_indices.shape)} {state_indices.dtype}")
+    check_device(name, "x", x, state=state, weight=weight, bias=bias, state_indices=state_indices)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, state, weight, bias)):
         raise ValueError(f"{name}: works in place and has no gradient: call it under torch.no_grad()")
     activation_named(activation)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .boundary import define
+from .boundary import check_device, define
 from .vocabulary import TERMS, Terms, group_of, losses, score, slopes_
 
 if TYPE_CHECKING:
@@ -281,9 +281,7 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: bias must be [V] = [{V}], got {list(bias.shape)}")
     if rows is not None and rows < 1:
         raise ValueError(f"{name}: rows must be at least 1, got {rows}")
-    for label, y in (("weight", weight), ("bias", bias)):
-        if y is not None and y.device != x.device:
-            raise ValueError(f"{name}: {label} is on {y.device}, x on {x.device}")
+    check_device(name, "x", x, weight=weight, bias=bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif any(y is not None and y.dtype != x.dtype for y in (weight, bias)):
@@ -318,8 +316,7 @@ def _check(name: str, label: str, x: Tensor, target: Tensor, reduction: str) -> 
         raise TypeError(f"{name}: target must be int64, got {target.dtype}")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"{name}: target must be {list(x.shape[:-1])} like {label} without its last axis, got {list(target.shape)}")
-    if target.device != x.device:
-        raise ValueError(f"{name}: target is on {target.device}, {label} on {x.device}")
+    check_device(name, label, x, target=target)
 
 
 def _terms(

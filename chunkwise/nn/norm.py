@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .activation import activation as activation_named
-from .boundary import define, present, uses_kernels
+from .boundary import check_device, define, present, uses_kernels
 
 KINDS = ("rms", "layer", "l2")
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # activations of a gate, by the names of one and the same
@@ -116,9 +116,7 @@ def _norm(
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (D,):
             raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
-    for label, t in (("residual", residual), ("gate", gate), ("weight", weight), ("bias", bias)):
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name}: {label} is on {t.device}, x on {x.device}")
+    check_device(name, "x", x, residual=residual, gate=gate, weight=weight, bias=bias)
     if residual is not None and residual.dtype != x.dtype:  # under autocast: the wider goes on
         common = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(common), residual.to(common)

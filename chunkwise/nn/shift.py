@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .boundary import check_device
 from .packing import check_offsets, sequence_index
 
 
@@ -27,6 +28,7 @@ def token_shift(
     """
     if x.ndim != 3:
         raise ValueError(f"token_shift: x must be [B, T, D], got {list(x.shape)}")
+    check_device("token_shift", "x", x, initial_state=initial_state, cu_seqlens=cu_seqlens)
     B, T, D = x.shape
     if cu_seqlens is not None:
         check_offsets(cu_seqlens, B, T)

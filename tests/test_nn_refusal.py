@@ -1,0 +1,73 @@
+"""Layers and modules refuse by name what does not fit, before they compute."""
+
+import pytest
+import torch
+
+from chunkwise.nn import (
+    GatedRMSNorm,
+    RMSNorm,
+    causal_conv1d,
+    causal_conv1d_update,
+    cross_entropy,
+    linear_cross_entropy,
+    mixer_class,
+    rms_norm,
+    token_shift,
+)
+
+LAYERS = {
+    "no slots": ("abc", dict(num_slots=0), "abc: num_slots must be at least 1, got 0"),
+    "an odd key": ("abc", dict(hidden_size=20), "abc: the key size of a head must be even"),
+    "no slots of gsa": ("gsa", dict(num_slots=0), "gsa: num_slots must be at least 1, got 0"),
+    "no reflections": ("gated_delta_product", dict(num_householder=0), "gated_delta_product: num_householder must be at least 1, got 0"),
+    "a bound that grows": ("kda", dict(lower_bound=1.0), "kda: lower_bound must be negative, got 1.0"),
+    "a layer too many": ("lightning_attn", dict(layer_idx=2, num_layers=2), "layer_idx must be in 0 .. num_layers - 1 = 1, got 2"),
+    "no state": ("mamba2", dict(state_size=0), "mamba2: state_size must be at least 1, got 0"),
+    "groups that do not divide": ("mamba2", dict(num_groups=3), "mamba2: num_groups must divide num_heads = 2, got 3"),
+    "an odd key of retention": ("retention", dict(head_dim=5), "retention: the key size of a head must be even"),
+    "no heads": ("gla", dict(num_heads=0), "gla: hidden_size and num_heads must be at least 1, got 24 and 0"),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_refuses_sizes_of_its_own(case):
+    name, options, says = LAYERS[case]
+    with pytest.raises(ValueError, match=says):
+        mixer_class(name)(**{"hidden_size": 24, "num_heads": 2, **options})
+
+
+@pytest.mark.parametrize("name", ["gla", "mamba2"])
+def test_a_layer_says_what_it_is(name):
+    said = repr(mixer_class(name)(24, 2))
+    assert f"{name}, mode=chunk, heads=2" in said and "K=" in said and "V=" in said
+
+
+def test_tensors_on_another_device_are_refused():
+    x, w, t = torch.randn(1, 6, 4), torch.randn(5, 4), torch.zeros(1, 6, dtype=torch.int64)
+    calls = {
+        "weight is on meta, x on cpu": lambda: rms_norm(x, torch.ones(4, device="meta")),
+        "rms_norm: gate is on meta, x on cpu": lambda: rms_norm(x, torch.ones(4), gate=x.to("meta"), activation="silu"),
+        "linear_cross_entropy: weight is on meta": lambda: linear_cross_entropy(x, w.to("meta"), t),
+        "linear_cross_entropy: bias is on meta": lambda: linear_cross_entropy(x, w, t, torch.zeros(5, device="meta")),
+        "cross_entropy: target is on meta, logits on cpu": lambda: cross_entropy(x, t.to("meta")),
+        "weight is on meta": lambda: causal_conv1d(x, torch.randn(4, 3, device="meta")),
+        "causal_conv1d: initial_state is on meta": lambda: causal_conv1d(x, torch.randn(4, 3), None, torch.zeros(1, 4, 2, device="meta")),
+        "update: state is on meta": lambda: causal_conv1d_update(x[:, 0], torch.zeros(1, 4, 2, device="meta"), torch.randn(4, 3)),
+        "token_shift: initial_state is on meta": lambda: token_shift(x, torch.zeros(1, 4, 1, device="meta")),
+    }
+    for says, call in calls.items():
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"token_shift: x must be \[B, T, D\], got \[6, 4\]"):
+        token_shift(torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"token_shift: initial_state must be \[N, D, 1\] = \[1, 4, 1\], got \[1, 4\]"):
+        token_shift(torch.randn(1, 6, 4), torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="cross_entropy: there must be at least one class, got V = 0"):
+        cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
+
+
+def test_norms_say_what_they_are():
+    assert repr(RMSNorm(4, 1e-5)) == "RMSNorm(4, eps=1e-05)" and repr(GatedRMSNorm(4)).endswith("activation='silu')")
