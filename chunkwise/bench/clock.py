@@ -74,7 +74,7 @@ class Side:
 
     def prepare(self, seconds: float) -> None:
         """Capture the call as a CUDA graph if it can be; else time so many queued calls that launches hide behind work."""
-        if self.capturable:
+        if self.capturable:  # on a GPU alone
             try:
                 self._capture()
                 self.method = "graph"
@@ -85,7 +85,7 @@ class Side:
         if self.cuda:
             self.batch = max(1, min(50, int(0.02 / max(seconds, 1e-6))))
 
-    def _capture(self) -> None:
+    def _capture(self) -> None:  # on a GPU alone
         stream, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -98,7 +98,7 @@ class Side:
             kept = self.call()
         self.graph, self.kept = graph, kept
 
-    def replayed(self) -> Any:
+    def replayed(self) -> Any:  # on a GPU alone
         """What a replay writes, into memory that held NaN before."""
         for t in tensors(self.kept):
             t.fill_(float("nan"))
@@ -109,7 +109,7 @@ class Side:
 
     def sample(self, flush: Tensor | None) -> float:
         """Seconds of one call's device work (CPU: of the call)."""
-        if self.graph is not None:
+        if self.graph is not None:  # on a GPU alone
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if flush is not None:
                 flush.zero_()
