@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..case import Case, Inputs
+from ...spec import Gate, Rule
+from ..case import Case, Inputs, plain
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ def installed(package: str, module: str | None = None) -> str:
     if importlib.util.find_spec(module or package) is None:
         return f"{package} is not installed"
     return ""
+
+
+def one_cell(c: Case, gate: Gate, rule: Rule, cell: str) -> str:
+    """Empty, or why kernels of one cell, of 16-bit streams in whole sequences, do not serve a case."""
+    if not plain(c.member) or (c.member.gate, c.member.rule) != (gate, rule):
+        return f"has {cell} only, not {c.op}"
+    if c.dtype not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16, not {c.dtype}"
+    return "" if c.form in ("auto", "chunk") and not c.decode else "has the chunk form only"
 
 
 def version(name: str) -> str:

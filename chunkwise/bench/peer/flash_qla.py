@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...spec import Gate, Rule
-from ..case import Case, Inputs, plain
-from . import installed
+from ..case import Case, Inputs
+from . import installed, one_cell
 
 
 def available() -> str:
@@ -18,11 +18,7 @@ def available() -> str:
 
 
 def supports(c: Case) -> str:
-    if not plain(c.member) or (c.member.gate, c.member.rule) != (Gate.SCALAR, Rule.DELTA):
-        return f"has the gated delta rule only, not {c.op}"
-    if c.dtype not in ("bfloat16", "float16"):
-        return f"takes bfloat16 and float16, not {c.dtype}"
-    return "" if c.form in ("auto", "chunk") and not c.decode else "has the chunk form only"
+    return one_cell(c, Gate.SCALAR, Rule.DELTA, "the gated delta rule")
 
 
 def call(c: Case, x: Inputs, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...spec import Gate, Rule
-from ..case import Case, Inputs, plain
-from . import installed
+from ..case import Case, Inputs
+from . import installed, one_cell
 
 PACKAGE = "nvidia-cudnn-frontend"
 
@@ -21,11 +21,7 @@ def available() -> str:
 
 
 def supports(c: Case) -> str:
-    if not plain(c.member) or (c.member.gate, c.member.rule) != (Gate.KEY, Rule.DELTA):
-        return f"is timed for gates per key with the delta rule only, not {c.op}"
-    if c.dtype not in ("bfloat16", "float16"):
-        return f"takes bfloat16 and float16, not {c.dtype}"
-    return "" if c.form in ("auto", "chunk") and not c.decode else "is timed for whole sequences only"
+    return one_cell(c, Gate.KEY, Rule.DELTA, "gates per key with the delta rule")
 
 
 @cache
