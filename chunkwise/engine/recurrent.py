@@ -171,7 +171,7 @@ def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tens
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
     S = torch.zeros(p.N * p.H, rows.n, p.K, p.V, dtype=p.compute, device=rows.device) if S0 is None else rows.enter(S0)
     ours = S0 is None or S0.dtype is not p.compute or rows.packed is not None
-    lie = S.mT if S.mT.is_contiguous() else S  # states of values first stay so
+    lie = S.mT if len(rows.alive) > 1 and S.mT.is_contiguous() else S  # of values first they stay so while they are read: bits of a pool's
     into = S if ours else room(*lie.shape, dtype=S.dtype, device=S.device)
     made.append(into if ours or lie is S else into.mT)
     if size >= len(S):
@@ -238,4 +238,4 @@ def forward(
             S = into
         if S is not into and final:
             into.copy_(S)
-    return rows.put(o.mul_(p.scale)), rows.leave(made[0]) if final and made else None, None
+    return rows.put(o.mul_(p.scale)), rows.leave(made[0].contiguous()) if final and made else None, None
