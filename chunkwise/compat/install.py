@@ -12,6 +12,7 @@ from typing import Any
 from .. import __version__
 from . import causal_conv1d, fla_index, fla_module
 from .alias import Alias
+from .fla_layer import LAYERS
 from .fla_op import OPS, SHORT
 
 FLA, CONV = "fla", "causal_conv1d"
@@ -48,6 +49,10 @@ def surface() -> Iterator[tuple[str, Any]]:
             yield f"{where}.{name}", getattr(fla_module, name)
     yield "modules.l2norm.l2_norm", fla_module.l2norm
     yield "modules.norm.l2norm.l2_norm", fla_module.l2norm
+    for layer in LAYERS:
+        made = layer.layer()
+        yield f"layers.{layer.name}", made
+        yield f"layers.{layer.file}.{layer.name}", made
     for name, function in vars(fla_index).items():
         if name in PADDING:
             yield f"layers.utils.{name}", function

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ..nn import mixer_class
+from .fla_layer import LAYERS
 from .fla_op import OPS, SHORT
 from .install import surface
 
@@ -12,12 +14,14 @@ BEGIN, END = "<!-- surface: made by `python -m chunkwise.compat.table`; do not e
 
 
 def markdown() -> str:
-    """What the drop-in covers: operators with the chunkwise function behind each, then the other names by module."""
+    """What the drop-in covers: operators and layers with what is behind each, then the other names by module."""
     short = {full: name for name, full in SHORT.items()}
     lines = ["| fla | chunkwise | different |", "|---|---|---|"]
     for a in OPS:
         names = ", ".join(f"`{n}`" for n in (a.name, short.get(a.name)) if n)
         lines.append(f"| `fla.ops.{a.folder}`: {names} | `{a.target}` | {a.note} |")
+    for layer in LAYERS:
+        lines.append(f"| `fla.layers`: `{layer.name}` | `nn.{mixer_class(layer.op).__name__}` | No `past_key_values`. |")
     other: dict[str, list[str]] = {}
     for path, thing in surface():
         where, _, name = path.rpartition(".")

@@ -1,0 +1,76 @@
+"""fla's layers by their names: its constructor arguments and parameter names, our layers behind them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkwise.compat import install_as_fla
+from chunkwise.compat.alias import parameters
+from chunkwise.compat.fla_layer import LAYERS
+from chunkwise.nn import mixer_class
+
+HERE = Path(__file__).parent
+SIGNATURES = dict(line.split("(", 1) for line in (HERE / "fla_layer_signature.txt").read_text().splitlines())  # fla 0.6.0's own
+CHECKPOINTS = json.loads((HERE / "fla_checkpoint.json").read_text()).values()  # config.json, names and shapes as fla 0.6.0 makes them
+by_name = pytest.mark.parametrize("alias", LAYERS, ids=lambda a: a.name)
+
+
+def recorded(alias):
+    """(constructor arguments, shapes of the tensors) of the first layer of fla's model that is made of these."""
+    for made in CHECKPOINTS:
+        shapes = {n.removeprefix("model.layers.0.attn."): s for n, s in made["tensors"].items() if ".layers.0.attn." in n}
+        given = {n: made["config"][n] for n in parameters(alias.signature) if n in made["config"]}
+        try:
+            layer = alias.layer()(**given)
+        except (ValueError, TypeError):
+            continue
+        if {n: list(t.shape) for n, t in layer.state_dict().items()} == shapes:
+            return given, layer
+    raise AssertionError(f"no recorded model has layers that {alias.name} could be")
+
+
+@by_name
+def test_constructors_are_those_of_fla(alias):
+    assert list(parameters(alias.signature).items()) == list(parameters(f"{alias.name}({SIGNATURES[alias.name]}").items())
+
+
+@by_name
+def test_parameters_are_named_as_in_flas_checkpoints_and_the_layer_is_ours(alias):
+    _, layer = recorded(alias)
+    ours, x = mixer_class(alias.op), torch.randn(1, 12, 16)
+    mask, cu = torch.ones(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    with torch.no_grad():
+        o, *rest = layer(x, attention_mask=mask)
+        assert isinstance(layer, ours) and rest == [None, None]
+        assert torch.equal(o, ours.forward(layer, x)[0])
+        packed, *_ = layer(x, cu_seqlens=cu)
+        assert torch.equal(packed, ours.forward(layer, x, cu_seqlens=cu)[0]) and not torch.equal(packed, o)
+
+
+@by_name
+def test_what_a_layer_has_not_is_refused_by_name(alias):
+    given, layer = recorded(alias)
+    for name in "past_key_values", "use_cache", "output_attentions":
+        with pytest.raises(ValueError, match=f"{alias.name}: {name}"):
+            layer(torch.zeros(1, 2, 16), **{name: True})
+    with pytest.raises(TypeError, match=f"{alias.name}: unexpected keyword 'other'"):
+        alias.layer()(other=1)
+    for name, allowed in alias.fixed.items():
+        with pytest.raises(ValueError, match=f"{alias.name}: {name} must be {allowed[0]!r}"):
+            alias.layer()(**{**given, name: "another"})
+
+
+def test_layers_are_imported_as_from_fla():
+    with install_as_fla(replace=True):
+        from fla.layers import GatedDeltaNet, HGRN2Attention
+        from fla.layers.kda import KimiDeltaAttention
+
+        with pytest.raises(ImportError, match="RWKV7Attention"):
+            from fla.layers import RWKV7Attention  # noqa: F401
+    assert GatedDeltaNet.__module__ == "fla.layers.gated_deltanet" and KimiDeltaAttention(32, head_dim=8, num_heads=2).num_heads == 2
+    floor = HGRN2Attention(hidden_size=16, num_heads=2, expand_ratio=None)
+    with torch.no_grad():
+        x = torch.randn(1, 9, 16)
+        assert not torch.equal(floor(x)[0], floor(x, lower_bound=torch.full((16,), 0.9))[0])
