@@ -1,5 +1,7 @@
 """What layers of a model tell each other: lower bounds of forget factors, and the first layer's values."""
 
+import copy
+
 import pytest
 import torch
 from model_case import build, ids, wide
@@ -54,3 +56,23 @@ def test_the_first_layer_of_a_kind_is_first_wherever_it_stands():
 def test_deeper_lightning_layers_forget_more_slowly():
     model = build(mixer="lightning_attn", num_hidden_layers=3)
     assert [b.attn.call_options() for b in model.model.layers] == [dict(layer_idx=i, num_layers=3) for i in range(3)]
+
+
+@pytest.mark.parametrize(("T", "window", "kv"), [(70, 8, None), (64, 16, 1), (33, 2, 2)])
+def test_long_windows_are_seen_block_by_block_as_by_a_mask(T, window, kv):
+    from chunkwise.models.attention import Attention
+    from chunkwise.nn import plan_packing
+
+    torch.manual_seed(0)
+    layer, x = Attention(32, 4, 0, num_kv_heads=kv, window=window), torch.randn(2, T, 32)
+
+    def run(layer, x, mask):
+        x = x.detach().requires_grad_()
+        y = layer(x, plan_packing(2, T), mask).flatten(0, 1)
+        leaves = {"dx": x, **{f"d{n}": p for n, p in layer.named_parameters()}}
+        grads = torch.autograd.grad(y, list(leaves.values()), torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape))
+        return {"y": y.detach(), **{n: g.flatten() for n, g in zip(leaves, grads)}}
+
+    mask = torch.ones(2, T)  # says nothing, and takes the other way
+    truth = run(copy.deepcopy(layer).double(), x.double(), mask)
+    agree(run(layer, x, None), truth, run(layer, x, mask))

@@ -59,10 +59,29 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         T, S = q.shape[2], k.shape[2]
+        if self.window is not None and T == S > 2 * self.window and attention_mask is None and not packing.documents:
+            return self.o_proj(packing.pack(self._blocks(q, k, v, self.window)))
         mask = self._documents(packing, T) if packing.documents else self._padding(attention_mask, T, S, q.device)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.num_kv_heads < self.num_heads)
         o = o.transpose(1, 2).flatten(-2)
         return self.o_proj(packing.pack(o) if padded else o)
+
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """o [B, T, channels] of q, k, v [B, H, T, head]: blocks of `window` tokens, each of which sees itself and the block before."""
+        B, H, T, D = q.shape
+        n = -(-T // window)
+
+        def split(x: Tensor, before: int) -> Tensor:
+            """[B * n, H, (before + 1) * window, head]"""
+            x = F.pad(x, (0, 0, before * window, n * window - T)).unfold(2, (before + 1) * window, window)  # [B, H, n, head, ..]
+            return x.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+        distance = torch.arange(window, 2 * window, device=q.device)[:, None] - torch.arange(2 * window, device=q.device)
+        mask = self._within(distance).repeat(n, 1, 1)
+        mask[0, :, :window] = False  # before the first block there is nothing
+        mask = mask.repeat(B, 1, 1).unsqueeze(1)  # [B * n, 1, window, 2 window]
+        o = F.scaled_dot_product_attention(split(q, 0), split(k, 1), split(v, 1), attn_mask=mask, enable_gqa=k.shape[1] < H)
+        return o.unflatten(0, (B, n)).transpose(2, 3).reshape(B, n * window, H * D)[:, :T]
 
     def _projections(self) -> list[tuple[nn.Linear, int]]:
         return [(self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)]
