@@ -11,7 +11,7 @@ from typing import Any
 
 from .turn import turn
 
-BEST = 4  # candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
+BEST = 3  # candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
 
 
 def tune_in_turns(lock: Path) -> None:
