@@ -1,5 +1,6 @@
 """What only a GPU can show: CUDA graphs, the same bits fifty times, tensors past 2^31 numbers, a card that is not the current one."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,40 @@ def test_a_training_step_can_be_captured(op, row):
         t.fill_(torch.nan)
     graph.replay()
     assert equal(made, step(call))
+
+
+@needs_gpu
+@rows
+@every
+def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
+    call = make(op, ROWS[row], torch.bfloat16)
+    if not served(op, K=32, T=ROWS[row].T):
+        pytest.skip("not served by kernels in every pass")
+    recipe = pytest.importorskip("chunkwise.engine.recipe", reason="triton is not installed")
+    by_recipe = [step(call) for _ in range(2)]
+    assert any(isinstance(r, recipe.Recipe) for r in recipe.RECIPES.values())
+    monkeypatch.setattr(recipe, "served", lambda device: False)
+    by_hosts = step(call)
+    assert all(equal(some, by_hosts) for some in by_recipe)
+
+
+@needs_gpu
+def test_threads_share_recipes():
+    calls = [make(OPS[0], replace(DENSE, T=200), torch.bfloat16, seed=i) for i in range(4)]
+    want, got = [step(call) for call in calls], [None] * len(calls)
+    torch.cuda.synchronize()
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got[i] = [step(calls[i]) for _ in range(20)][-1]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(equal(a, b) for a, b in zip(got, want))
 
 
 @needs_gpu

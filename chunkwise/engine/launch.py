@@ -1,4 +1,4 @@
-"""Launching a kernel in little host time: what Triton works out anew at every call is looked up.
+"""Launching a kernel: what Triton works out anew at every launch is looked up, and what is being recorded is noted.
 
 A kernel is compiled for the types of its arguments, the alignment of its pointers, what its numbers are divisible by, and its switches.
 Those are the key here as they are Triton's; what was compiled under a key is run directly from then on.
@@ -6,8 +6,10 @@ Those are the key here as they are Triton's; what was compiled under a key is ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tune import Config
 
+if TYPE_CHECKING:
+    from .record import Recorder
+
 AMD = torch.version.hip is not None
 READY: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}  # and the switches in the kernel's order
+
+
+class Here(threading.local):
+    """Who notes what this thread launches, instead of it being launched."""
+
+    recorder: Recorder | None = None
+
+
+HERE = Here()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
@@ -40,18 +54,27 @@ def _kind(x: Any) -> Any:
     return type(x)
 
 
-def _heard(hook: Any) -> bool:
+def kind(kernel: Any, device: Any, args: Sequence[Any], switches: dict[str, Any], config: Config) -> tuple[Any, ...]:
+    """What a compiled kernel is kept under."""
+    return (kernel, device, config.num_warps, config.num_stages, *switches.values(), *map(_kind, args))
+
+
+def heard() -> bool:
     """Whether somebody, a profiler say, wants to know of launches."""
-    return bool(getattr(hook, "calls", hook))
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
 
 
 def launch(kernel: Any, grid: int, *args: Any, config: Config, **switches: Any) -> None:
     """kernel[(grid,)](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order."""
-    if not isinstance(kernel, JITFunction) or _heard(knobs.runtime.launch_enter_hook) or _heard(knobs.runtime.launch_exit_hook):
+    if HERE.recorder is not None:
+        HERE.recorder.launch(kernel, grid, args, switches, config)
+        return
+    if not isinstance(kernel, JITFunction) or heard():
         kernel[(grid,)](*args, **switches, **config.launch)
         return
     device = driver.active.get_current_device()
-    key = (kernel, device, config.num_warps, config.num_stages, *switches.values(), *map(_kind, args))
+    key = kind(kernel, device, args, switches, config)
     found = READY.get(key)
     if found is None:
         made = kernel[(grid,)](*args, **switches, **config.launch)
@@ -61,3 +84,20 @@ def launch(kernel: Any, grid: int, *args: Any, config: Config, **switches: Any) 
     made, constants = found
     stream = driver.active.get_current_stream(device)
     made.run(grid, 1, 1, stream, made.function, made.packed_metadata, None, None, None, *args, *constants)
+
+
+def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """make(*key, device), a tensor that never changes, made once. What the capture of a graph makes belongs to the graph."""
+    kept: dict[Any, Tensor] = {}
+
+    def get(*key: Any, device: torch.device) -> Tensor:
+        if HERE.recorder is not None:
+            return HERE.recorder.constant(partial(get, *key), partial(make, *key))
+        found = kept.get((key, device))
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return make(*key, device)
+            found = kept[key, device] = make(*key, torch.device("cpu")).to(device)  # there when this returns, for every stream
+        return found
+
+    return get

@@ -19,6 +19,14 @@ def _recurrent() -> SimpleNamespace:
 
 
 @cache
+def _triton() -> SimpleNamespace:
+    """On kernels, by recipes."""
+    from .plan_replay import replayed
+
+    return replayed(_module("plan_triton")())
+
+
+@cache
 def _triton_recurrent(gradient: str) -> SimpleNamespace:
     """Forward token by token in one kernel; the gradient is a chunk form's."""
     chunked = PLANS[gradient]()
@@ -29,7 +37,7 @@ def _triton_recurrent(gradient: str) -> SimpleNamespace:
 PLANS: dict[str, Callable[[], ModuleType | SimpleNamespace]] = {
     "chunk": _module("chunk"),
     "recurrent": _recurrent,
-    "triton": _module("plan_triton"),
+    "triton": _triton,
     "triton_recurrent": lambda: _triton_recurrent("triton"),
     "triton_recurrent_torch": lambda: _triton_recurrent("chunk"),  # where there are no kernels for the chunk form
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -72,6 +73,11 @@ class Problem:
     cu_seqlens_cpu: Tensor | None
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """All but the offsets themselves."""
+        return _SIZES(self)
+
+    @property
     def saved(self) -> tuple[int, ...]:
         """Shape of the states that the torch plan's forward keeps for its backward: the one before each part."""
         return (self.parts, self.N, self.HV, self.K, self.V)
@@ -80,6 +86,9 @@ class Problem:
     def compute(self) -> torch.dtype:
         """Of states, gates and sums."""
         return compute_dtype(self.dtype)
+
+
+_SIZES = attrgetter(*(f.name for f in fields(Problem) if not f.name.startswith("cu_seqlens")))
 
 
 @lru_cache(maxsize=256)

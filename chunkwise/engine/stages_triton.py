@@ -35,7 +35,7 @@ def index(p: Problem) -> Index:
     slots = p.T // p.C + p.N
     first = torch.empty(p.N + 1, dtype=torch.int64, device=p.cu_seqlens.device)
     chunks = torch.empty(slots, 2, dtype=torch.int64, device=p.cu_seqlens.device)
-    index_kernel[(p.N + 1,)](p.cu_seqlens.contiguous(), first, chunks, p.N, slots, C=p.C, BLOCK=256, num_warps=1)
+    launch(index_kernel, p.N + 1, p.cu_seqlens.contiguous(), first, chunks, p.N, slots, C=p.C, BLOCK=256, config=config("index", p))
     return Index(slots, chunks, first)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.recurrent import recurrent_kernel
 from ..spec import Gate, Streams
+from .launch import launch
 from .problem import Problem
 from .raw import NOTHING, Raw
 from .stages_triton import dense, rows
@@ -41,7 +42,8 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     first, last = (unused if t is None else t for t in s[:2])
     columns = next((t.shape[1] for t in (s.into, s.slots) if t is not None and t.ndim > 1), 1)
     run = 1 if s.v_first else together(p, c)  # rows are whole lines there
-    recurrent_kernel[(p.N * p.HV * -(-p.V // (c.BV * run)),)](
+    launch(
+        recurrent_kernel, p.N * p.HV * -(-p.V // (c.BV * run)),
         q, k, v, g, beta, a, b, dense(x.u, unused), dense(raw.A_log, unused), dense(raw.dt_bias, unused),
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
         sq, sk, sv, sg, sbeta, sa, sb, first.stride(0), last.stride(0), p.T, p.HV, columns,
@@ -52,6 +54,6 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
-        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, RUN=run, **c.launch,
+        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, RUN=run, config=c,
     )  # fmt: skip
     return o

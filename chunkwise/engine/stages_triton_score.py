@@ -11,7 +11,7 @@ from ..kernels.bounded import score_bounded_kernel
 from ..kernels.grad_key import grad_key_kernel
 from ..kernels.score import GROUPED, score_kernel
 from ..spec import Rule, Streams
-from .launch import descriptor, launch
+from .launch import constant, descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, exact, solves, switches
 from .tune import config
@@ -41,18 +41,10 @@ def sets(p: Problem, device: torch.device) -> Tensor:
     Blocks of 2^level rows whose pairs meet across their border, then around their middle; then from the chunk's start and to its end.
     Then the levels and the chunk's start again, as rows that read before their own token forgets meet them (affine.py).
     """
-    key = (p.C, p.dtype, device)
-    if key in SETS:
-        return SETS[key]
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # what a graph makes belongs to the graph
-        return _sets(*key)
-    SETS[key] = _sets(p.C, p.dtype, torch.device("cpu")).to(device)  # there when this returns, for every stream
-    return SETS[key]
+    return _sets(p.C, p.dtype, device=device)
 
 
-SETS: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-
-
+@constant
 def _sets(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     o = torch.arange(C, device=device)
     i, t = o[:, None], o[None, :]

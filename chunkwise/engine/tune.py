@@ -245,11 +245,16 @@ def _tile(p: Problem, BV: int, warps: int) -> Config:
     return Config(BK, BV, max(1, BK * BV // each), 1)
 
 
+def _index(p: Problem) -> Config:
+    return Config(0, 0, 1, 1)
+
+
 def _decay(p: Problem) -> Config:
     return Config(0, 0, 2, 1)  # in grad_key's blocks of keys
 
 
 RULES = {
+    "index": _index,
     "recurrent": _recurrent,
     "recurrent_half": _recurrent_half,
     "recurrent_v_first": _recurrent_v_first,

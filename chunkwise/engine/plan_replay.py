@@ -1,0 +1,57 @@
+"""The plans of kernels, replayed: a call's hosts run once for its sizes and switches, later calls go by the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from ..spec import Streams
+from .problem import Problem
+from .recipe import Made, replay
+
+STREAMS = len(Streams._fields)
+
+
+def placed(p: Problem, cu: Tensor | None) -> Problem:
+    """The problem with these offsets."""
+    return p if cu is None else replace(p, cu_seqlens=cu, cu_seqlens_cpu=None)
+
+
+def replayed(plan: ModuleType) -> SimpleNamespace:
+    """A plan of chunks. Nothing is kept of calls without tokens."""
+
+    def ahead_of(p: Problem, final: bool, save: bool) -> Callable[..., Made]:
+        return lambda *t: plan.forward(placed(p, t[-1]), Streams._make(t[:STREAMS]), t[STREAMS], final=final, save=save)
+
+    def back_of(p: Problem) -> Callable[..., Made]:
+        def hosts(*t: Tensor | None) -> Made:
+            d, dS0 = plan.backward(placed(p, t[-1]), Streams._make(t[:STREAMS]), *t[STREAMS:-1])
+            return *d, dS0
+
+        return hosts
+
+    def forward(
+        p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        def gradient(given: Made, made: Made) -> tuple[tuple[Any, ...], Made, Callable[..., Made]]:
+            """The backward pass that most often follows."""
+            o, _, saved = made
+            return (plan.backward, p.key), (*given[:-1], saved, o, None, given[-1]), back_of(p)
+
+        tensors, hosts = (*x, S0, p.cu_seqlens), ahead_of(p, final, save)
+        if not p.T or not p.N:
+            return hosts(*tensors)  # type: ignore[return-value]
+        return replay((plan.forward, final, save, p.key), tensors, hosts, gradient if save else None)  # type: ignore[return-value]
+
+    def backward(
+        p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
+    ) -> tuple[Streams, Tensor | None]:
+        tensors, hosts = (*x, S0, saved, do, dST, p.cu_seqlens), back_of(p)
+        *d, dS0 = replay((plan.backward, p.key), tensors, hosts) if p.T and p.N else hosts(*tensors)
+        return Streams._make(d), dS0
+
+    return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, kept=plan.kept)

@@ -1,0 +1,154 @@
+"""Recipes: what a pass does on a GPU, decided once for its sizes, types, strides and switches, then done again with other addresses.
+
+The hosts of a plan cost ten times the launches they make. A recipe is what they did (see record.py) with everything worked out: the memory
+to allocate (see program.py), the kernels with their parameters in the driver's order (see cuda.py). A call writes its addresses into these
+and launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from . import cuda
+from .launch import AMD, heard
+from .problem import given
+from .program import Operator, Program
+from .record import Described, Launch, Recorder, Unfit, View
+from .tune import RULES
+
+Made = tuple[Tensor | None, ...]
+Ahead = Callable[[Made, Made], tuple[tuple[Any, ...], Made, Callable[..., Made]]]
+KEPT = 1024  # recipes; the oldest goes
+RECIPES: dict[Any, Callable[..., Made]] = {}  # where there can be no recipe, a call's hosts
+
+
+class Recipe:
+    """A program for a device, its kernels loaded and their parameters laid out."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.program, self.device = program, device
+        self.board = cuda.Board([_ready(step, given(device.index)) for step in program.steps if isinstance(step, Launch)])
+        calls = iter(self.board.calls)
+        self.steps = [next(calls) if isinstance(step, Launch) else step for step in program.steps]
+        self.lock = threading.Lock()  # the board is one
+
+    def __call__(self, *tensors: Tensor | None) -> Made:
+        device, index = self.device, self.device.index
+        if driver.active.get_current_device() != index:
+            with torch.cuda.device(device):
+                return self(*tensors)
+        if index not in cuda.ENTERED.devices:
+            cuda.enter(index)
+        have = self.program.allocate(tensors, device)
+        stream, start = driver.active.get_current_stream(index), cuda.library().cuLaunchKernel
+        with self.lock:
+            self.board.point(have)
+            for step in self.steps:
+                if isinstance(step, Operator):
+                    step(have, device)
+                    self.board.point(have)
+                else:
+                    call, parameters = step
+                    cuda.check(start(*call, stream, parameters, None), "cuLaunchKernel")
+        return self.program.results(have)
+
+
+def _ready(step: Launch, index: int) -> cuda.Ready:
+    """The kernel, loaded, and its parameters, which the driver agrees to."""
+    made, args = step.made, []
+    for x in step.args:
+        view = x.view if isinstance(x, Described) else x
+        if not isinstance(view, View):
+            args.append(x)
+            continue
+        if view.offset % 16:
+            raise Unfit(f"{made.name} is given a part of a tensor at byte {view.offset}")
+        place = cuda.Place(view.base, view.offset)
+        args.append(cuda.Map(place, x.shape, x.strides) if isinstance(x, Described) else place)
+    if not cuda.plain(made):
+        raise Unfit(f"{made.name} needs more than a grid and parameters")
+    ordered, function = cuda.parameters(made, args), cuda.load(made, index)
+    if not cuda.fits(function, ordered):
+        raise Unfit(f"{made.name} has other parameters than Triton 3.6 gives a kernel")
+    return cuda.Ready(function, step.grid, 32 * made.metadata.num_warps, made.metadata.shared, ordered)
+
+
+class Coming:
+    """A recipe whose kernels are being built; it is there when the first call has been served."""
+
+    def __init__(self, key: Any, program: Future[Program | None], hosts: Callable[..., Made], device: torch.device) -> None:
+        self.key, self.program, self.hosts, self.device = key, program, hosts, device
+
+    def __call__(self, *tensors: Tensor | None) -> Made:
+        made = _bound(self.program.result(), self.device)
+        RECIPES[self.key] = made or self.hosts
+        return RECIPES[self.key](*tensors)
+
+
+def replay(what: tuple[Any, ...], tensors: Sequence[Tensor | None], hosts: Callable[..., Made], ahead: Ahead | None = None) -> Made:
+    """hosts(*tensors), a tuple of tensors and None, by its recipe where there is one. `what` and the tensors' sizes decide all they do.
+
+    ahead: of the inputs and results of a call that had no recipe (without contents), what will be asked for next; its kernels are built
+    with the call's own.
+    """
+    device = given(tensors[0]).device
+    if not served(device) or heard():
+        return hosts(*tensors)
+    if any([t is not None and t.data_ptr() & 15 for t in tensors]):  # kernels for starts of 16 bytes only
+        return hosts(*tensors)
+    key = _key(what, tensors, device)
+    recipe = RECIPES.get(key)
+    if recipe is None:
+        recipe = RECIPES[key] = _bound(record(tensors, hosts, device, ahead), device) or hosts
+        while len(RECIPES) > KEPT:
+            del RECIPES[next(iter(RECIPES))]
+    return recipe(*tensors)
+
+
+def _key(what: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Any, ...]:
+    return what, *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors], device, *RULES.values()
+
+
+def served(device: torch.device) -> bool:
+    """Whether launches on a device can go past Triton."""
+    return device.type == "cuda" and not AMD and cuda.library() is not None
+
+
+def record(
+    tensors: Sequence[Tensor | None], hosts: Callable[..., Made], device: torch.device, ahead: Ahead | None = None
+) -> Program | None:
+    """What hosts(*tensors) does, its kernels built; None where it cannot be done again."""
+    try:
+        with torch.cuda.device(device), torch.no_grad():
+            with Recorder(tensors) as recorder:
+                made = hosts(*recorder.inputs)
+            if ahead is not None:
+                what, following, then = ahead(tuple(recorder.inputs), made)
+                key = _key(what, following, device)
+                if key not in RECIPES:
+                    RECIPES[key] = Coming(key, _behind().submit(record, following, then, device), then, device)
+            recorder.compile(device)
+            return Program(recorder, made)
+    except Unfit:
+        return None
+
+
+@cache
+def _behind() -> ThreadPoolExecutor:
+    """The thread that records what will be asked for next."""
+    return ThreadPoolExecutor(1, thread_name_prefix="chunkwise recorder")
+
+
+def _bound(program: Program | None, device: torch.device) -> Recipe | None:
+    try:
+        return None if program is None else Recipe(program, device)
+    except Unfit:
+        return None

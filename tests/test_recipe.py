@@ -1,0 +1,134 @@
+"""Recipes without a GPU: memory that is shared, addresses that follow a call, parameters as kernels have them. The interpreter's tests
+(tests/interpret/test_recipe.py) show that recorded passes are the passes; those on a GPU, that launches go where they should."""
+
+import ctypes
+import random
+import re
+import struct
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch  # noqa: E402
+
+from chunkwise.engine import cuda, plan_triton, recipe  # noqa: E402
+from chunkwise.engine.precompile import _workers  # noqa: E402
+from chunkwise.engine.problem import problem  # noqa: E402
+from chunkwise.engine.program import ALIGNED, pack  # noqa: E402
+from chunkwise.engine.record import Described, Recorder, View  # noqa: E402
+from chunkwise.spec import Gate, Rule, Streams  # noqa: E402
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_that_live_at_once_do_not_overlap(seed):
+    r = random.Random(seed)
+    pieces = [(r.randrange(1, 9000), *sorted((r.randrange(12), r.randrange(12)))) for _ in range(r.randrange(1, 25))]
+    offsets, size = pack(pieces)
+    spans = [(at, at + n, first, last) for at, (n, first, last) in zip(offsets, pieces)]
+    for i, (a, b, first, last) in enumerate(spans):
+        assert a % ALIGNED == 0 and b <= size
+        assert all(b <= c or d <= a or last < f or g < first for c, d, f, g in spans[:i])
+    most = max(sum(n for n, first, last in pieces if first <= t <= last) for t in range(12))
+    assert most <= size <= sum(n + ALIGNED for n, _, _ in pieces)
+
+
+def test_memory_is_used_again_by_what_lives_later():
+    assert pack([(1000, 0, 1), (1000, 2, 3), (1000, 4, 4)]) == ([0, 0, 0], 1024)
+
+
+class Driver:
+    """Stands in for libcuda: notes launches, writes a map's address to where the map is."""
+
+    def __init__(self):
+        self.encoded, self.moved = [], []
+
+    def cuTensorMapEncodeTiled(self, where, kind, rank, address, sizes, strides, block, steps, *how):
+        self.encoded.append((kind, rank, address, list(sizes), list(strides)[: rank - 1], list(block), list(steps), how))
+        return 0
+
+    def cuTensorMapReplaceAddress(self, where, address):
+        self.moved.append((where, address))
+        return 0
+
+
+def test_addresses_and_maps_follow_the_call(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(cuda, "library", lambda: driver)
+    place, inner, late = cuda.Place(0, 0), cuda.Place(0, 48), cuda.Place(2, 0)
+    map = cuda.Map(cuda.Place(1, 32), (2, 5, 64), (320, 64, 1), (1, 16, 64), swizzle=3, size=2, kind=9)
+    number = struct.pack("i", 7)
+    first = cuda.Ready(11, 3, 128, 1000, (place, map, number, bytes(8), bytes(8)))
+    second = cuda.Ready(12, 4, 256, 0, (inner, late, map, number, bytes(8), bytes(8)))
+    board = cuda.Board([first, second])
+    tensors = [torch.empty(64), torch.empty(64), None]
+    board.point(tensors)
+    assert [c[0] for c in board.calls] == [(11, 3, 1, 1, 128, 1, 1, 1000), (12, 4, 1, 1, 256, 1, 1, 0)]
+
+    def word(launch, i):
+        return ctypes.c_uint64.from_address(board.arrays[launch][i]).value
+
+    assert word(0, 0) == tensors[0].data_ptr() and word(1, 0) == tensors[0].data_ptr() + 48
+    assert board.arrays[0][1] == board.arrays[1][2] and board.arrays[0][1] % cuda.LINE == 0  # one map for both
+    assert ctypes.c_int.from_address(board.arrays[0][2]).value == 7 and word(0, 3) == 0
+    assert driver.encoded == [(9, 3, tensors[1].data_ptr() + 32, [64, 5, 2], [128, 640], [64, 16, 1], [1, 1, 1], (0, 3, 2, 0))]
+    board.point(tensors)
+    assert not driver.moved
+    tensors[1:] = [torch.empty(64), torch.empty(64)]
+    board.point(tensors)
+    assert driver.moved == [(board.arrays[0][1], tensors[1].data_ptr() + 32)] and word(1, 1) == tensors[2].data_ptr()
+
+
+def test_a_kernel_with_other_parameters_is_not_launched(monkeypatch):
+    sizes = [8, 128, 4]
+
+    def info(function, i, offset, size):
+        if i < len(sizes):
+            size._obj.value = sizes[i]
+        return int(i >= len(sizes))
+
+    monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(cuFuncGetParamInfo=info))
+    map = cuda.Map(cuda.Place(1, 0), (4,), (1,))
+    assert cuda.fits(0, (cuda.Place(0, 0), map, bytes(4)))
+    assert not cuda.fits(0, (cuda.Place(0, 0), map, bytes(8)))
+    assert not cuda.fits(0, (cuda.Place(0, 0), map))
+    assert not cuda.fits(0, (cuda.Place(0, 0), map, bytes(4), bytes(8)))
+
+
+def test_what_is_not_on_a_gpu_runs_its_hosts():
+    x = torch.ones(3)
+    out = recipe.replay(("nothing",), (x, None), lambda a, b: (a + 1, b))
+    assert torch.equal(out[0], x + 1) and out[1] is None and not recipe.RECIPES
+
+
+def _sizes() -> list[tuple[str, list[int], list[int]]]:
+    """Of the kernels of a pass built for sm_90: name, sizes of the parameters we give, those in its PTX."""
+    from contextlib import nullcontext
+
+    torch.cuda.device = lambda device: nullcontext()
+    x = Streams(*(torch.empty(1, 64, 1, 16, dtype=torch.bfloat16, device="meta") for _ in range(3)))
+    p = problem(x, None, None, gate=Gate.NONE, rule=Rule.ADD, chunk=16, exact=True, scale=1.0, precision="ieee")
+    with Recorder(x) as recorder:
+        plan_triton.forward(p, Streams(*recorder.inputs), None, final=True, save=False)
+    recorder.compile(torch.device("cuda", 0))
+    widths = {"64": 8, "32": 4, "16": 2, "8": 1}
+    found = []
+    for step in recorder.launches:
+        args = [
+            cuda.Map(cuda.Place(0, 0), x.shape, x.strides) if isinstance(x, Described) else cuda.Place(0, 0) if isinstance(x, View) else x
+            for x in step.args
+        ]
+        given = [len(x) if isinstance(x, bytes) else cuda.MAP if isinstance(x, cuda.Map) else 8 for x in cuda.parameters(step.made, args)]
+        entry = re.search(r"\.visible \.entry.*?\)", step.made.asm["ptx"], re.S)[0]
+        there = [int(n or widths[w]) for w, n in re.findall(r"\.param [^,\n]*?\.[a-z](\d+)\b[^,\n\[]*(?:\[(\d+)\])?", entry)]
+        found.append((step.made.name, given, there))
+    return found
+
+
+def test_parameters_are_those_of_the_built_kernel():
+    with _workers("sm_90", 1) as pool:
+        found = pool.submit(_sizes).result()
+    assert [name for name, _, _ in found] == ["state_pass_kernel"]
+    for _, given, there in found:
+        assert given == there and cuda.MAP in given
