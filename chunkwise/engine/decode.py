@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..spec import Gate, Op, Rule, Streams
 from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
-from .library import STREAM_INPUTS, STREAMS
+from .library import STREAM_INPUTS, STREAMS, direct
 from .pool import Where, check, member
-from .problem import given, problem
+from .problem import given, placed, problem
 from .prologue import check_prologue
 from .raw import RAW, Raw, raw_streams
 
@@ -26,13 +26,22 @@ _LIBRARY.define(f"decode({STREAM_INPUTS}, Tensor(a!) pool, {_WHERE}, str gate, s
 def step(*args: Any) -> Tensor:
     """chunkwise::decode on a GPU."""
     from .plan_triton import on_device
+    from .recipe import Made, replay
     from .stages_triton_recurrent import States, recurrent
 
     x = Streams(*args[:STREAMS])
-    pool, cu, index, into, accepted, parents, v_first, gate, rule, scale, *raw = args[STREAMS:]
+    pool, cu, *slots, v_first, gate, rule, scale = args[STREAMS : -len(Raw._fields)]
+    raw = Raw(*args[-len(Raw._fields) :])
     p = problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee")
-    with on_device(x.q):
-        return recurrent(p, x, States(pool, pool, v_first, index, into, accepted, parents), Raw(*raw))
+
+    def hosts(*t: Tensor | None) -> Made:
+        *streams, pool, index, into, accepted, parents, A_log, dt_bias, cu = t
+        with on_device(given(pool)):
+            states = States(pool, pool, v_first, index, into, accepted, parents)
+            return (recurrent(placed(p, cu), Streams._make(streams), states, raw._replace(A_log=A_log, dt_bias=dt_bias)),)
+
+    what = (step, v_first, p.key, raw._replace(A_log=None, dt_bias=None))
+    return given(replay(what, (*x, pool, *slots, raw.A_log, raw.dt_bias, cu), hosts)[0])
 
 
 def _fake(*args: Any) -> Tensor:
@@ -111,7 +120,9 @@ def decode(
     scale = s.q.shape[-1] ** -0.5 if scale is None else scale
     gate = Gate.NONE if s.g is None else op.gate
     where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
-    return torch.ops.chunkwise.decode(*s, pool, *where, state_v_first, gate.value, op.rule.value, scale, *raw)
+    watched = not direct((*s, pool, *where, raw.A_log, raw.dt_bias))
+    call = torch.ops.chunkwise.decode if watched else step  # the dispatcher costs as much as the rest
+    return call(*s, pool, *where, state_v_first, gate.value, op.rule.value, scale, *raw)
 
 
 def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: bool) -> dict[str, Tensor | None]:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..spec import Streams
 from .plan_triton import initial, on_device
-from .problem import Problem
+from .problem import Problem, given, placed
 from .raw import NOTHING, Raw
+from .recipe import Made, replay
 from .stages_triton_recurrent import States, recurrent
 
 
@@ -18,7 +19,14 @@ def forward(
     """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, and nothing to save."""
     if p.T == 0 or p.N == 0:
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, None
-    ST = torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=x.q.device) if final else None
-    with on_device(x.q):
-        o = recurrent(p, x, States(None if S0 is None else S0.contiguous(), ST), raw)
-    return o, ST, None
+
+    def hosts(*t: Tensor | None) -> Made:
+        *streams, S0, A_log, dt_bias, cu = t
+        ST = torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=given(t[0]).device) if final else None
+        with on_device(given(t[0])):
+            states = States(None if S0 is None else S0.contiguous(), ST)
+            return recurrent(placed(p, cu), Streams._make(streams), states, raw._replace(A_log=A_log, dt_bias=dt_bias)), ST
+
+    plain = raw._replace(A_log=None, dt_bias=None)
+    o, ST = replay((forward, final, p.key, plain), (*x, S0, raw.A_log, raw.dt_bias, p.cu_seqlens), hosts)
+    return given(o), ST, None

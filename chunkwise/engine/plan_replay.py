@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from ..spec import Streams
-from .problem import Problem
+from .problem import Problem, placed
 from .recipe import Made, replay
 
 STREAMS = len(Streams._fields)
-
-
-def placed(p: Problem, cu: Tensor | None) -> Problem:
-    """The problem with these offsets."""
-    return p if cu is None else replace(p, cu_seqlens=cu, cu_seqlens_cpu=None)
 
 
 def replayed(plan: ModuleType) -> SimpleNamespace:

@@ -88,6 +88,11 @@ class Problem:
         return compute_dtype(self.dtype)
 
 
+def placed(p: Problem, cu: Tensor | None) -> Problem:
+    """The problem with these offsets, of which nothing is known on the host."""
+    return p if cu is None else replace(p, cu_seqlens=cu, cu_seqlens_cpu=None)
+
+
 _SIZES = attrgetter(*(f.name for f in fields(Problem) if not f.name.startswith("cu_seqlens")))
 
 
