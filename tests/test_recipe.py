@@ -132,3 +132,24 @@ def test_parameters_are_those_of_the_built_kernel():
     assert [name for name, _, _ in found] == ["state_pass_kernel"]
     for _, given, there in found:
         assert given == there and cuda.MAP in given
+
+
+def test_tritons_fingerprint_is_remembered(tmp_path, monkeypatch):
+    from triton import knobs
+    from triton.runtime import cache
+
+    from chunkwise.engine import fingerprint
+
+    asked = []
+    monkeypatch.setattr(cache, "triton_key", lambda: asked.append(1) or "a fingerprint")
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        for _ in range(2):  # two processes
+            monkeypatch.setattr(fingerprint, "KNOWN", [])
+            fingerprint.remember()
+            assert cache.triton_key() == "a fingerprint" and len(asked) == 1
+        monkeypatch.setattr(fingerprint, "KNOWN", [])
+        monkeypatch.setattr(fingerprint, "stamp", lambda root: "ab12")
+        monkeypatch.setattr(cache, "triton_key", lambda: "another fingerprint")
+        fingerprint.remember()
+        assert cache.triton_key() == "another fingerprint"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -69,13 +68,9 @@ class Problem:
     before: bool  # the erase reader reads before its token forgets: along a
     precision: str
     dtype: torch.dtype  # of q, k, v and o
+    key: object  # the same in all calls of these sizes and switches
     cu_seqlens: Tensor | None  # [N + 1] on the inputs' device
     cu_seqlens_cpu: Tensor | None
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """All but the offsets themselves."""
-        return _SIZES(self)
 
     @property
     def saved(self) -> tuple[int, ...]:
@@ -93,10 +88,7 @@ def placed(p: Problem, cu: Tensor | None) -> Problem:
     return p if cu is None else replace(p, cu_seqlens=cu, cu_seqlens_cpu=None)
 
 
-_SIZES = attrgetter(*(f.name for f in fields(Problem) if not f.name.startswith("cu_seqlens")))
-
-
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def record(
     q: tuple[int, ...], v: tuple[int, ...], packed: int | None, dtype: torch.dtype, gate: Gate, rule: Rule, chunk: int, scale: float,
     precision: str, exact: bool, bonus: bool, erase: bool, before: bool,
@@ -110,7 +102,7 @@ def record(
     ahead = min(C, SHORT) if chunk and HV * K * V >= LARGE else C  # never by N: a sample's bits do not depend on its batch
     return Problem(
         gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
-        precision=precision, dtype=dtype, cu_seqlens=None, cu_seqlens_cpu=None,
+        precision=precision, dtype=dtype, key=object(), cu_seqlens=None, cu_seqlens_cpu=None,
     )  # fmt: skip
 
 

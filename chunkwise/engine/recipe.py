@@ -21,7 +21,7 @@ from . import cuda
 from .launch import AMD, heard
 from .problem import given
 from .program import Operator, Program
-from .record import Described, Launch, Recorder, Unfit, View
+from .record import Described, Launch, Recorder, Unfit, View, begin
 from .tune import RULES
 
 Made = tuple[Tensor | None, ...]
@@ -126,6 +126,7 @@ def record(
     tensors: Sequence[Tensor | None], hosts: Callable[..., Made], device: torch.device, ahead: Ahead | None = None
 ) -> Program | None:
     """What hosts(*tensors) does, its kernels built; None where it cannot be done again."""
+    begin()
     try:
         with torch.cuda.device(device), torch.no_grad():
             with Recorder(tensors) as recorder:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .fingerprint import remember
 from .launch import HERE, READY, kind
 from .tune import Config
 
@@ -183,11 +184,18 @@ BUILDING: dict[Any, Future[Any]] = {}
 
 
 @cache
+def begin() -> Future[None]:
+    """What building anything waits for, begun while hosts run."""
+    return _threads().submit(remember)
+
+
+@cache
 def _threads() -> ThreadPoolExecutor:
     """Triton's compiler spends most of its time outside Python."""
     return ThreadPoolExecutor(cpu_count() or 1, thread_name_prefix="chunkwise compiler")
 
 
 def _build(device: torch.device, step: Launch, args: tuple[Any, ...]) -> Any:
+    remember()
     with torch.cuda.device(device):
         return step.kernel.warmup(*args, grid=(1,), **step.switches, **step.config.launch)
