@@ -96,6 +96,11 @@ class Recorder(TorchDispatchMode):
         for t in self.inputs:
             self._add(Base("input", torch.empty(0, device=META) if t is None else t))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would else import its compiler, seconds, only to keep it away: what is compiled never comes here."""
+        return False
+
     def __enter__(self) -> Recorder:
         HERE.recorder = self
         return super().__enter__()
