@@ -155,11 +155,13 @@ class Op:
     valid: Callable[[Tensor], Tensor] = lambda random: random  # a state that may occur, from a random tensor
     couple: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda x: x  # random inputs -> as real layers couple them
     defaults: Mapping[str, Any] = field(init=False)  # the options this member takes, with their defaults
+    forms: tuple[Form, ...] = field(init=False)  # this member has, in the order of their public functions
     _wanted: Mapping[str, tuple[tuple[str, ...], bool, bool]] = field(init=False, repr=False)  # see __post_init__
 
     def __post_init__(self) -> None:
         taken = {n: d for n, d in DEFAULTS.items() if n in self.options.__annotations__}
         object.__setattr__(self, "defaults", {**self.settings, **taken})
+        object.__setattr__(self, "forms", tuple(f for f in PREFIX if f is not Form.PARALLEL or self.parallel))
         # what every call looks up: an input's axes, whether it may be None, whether its dtype is free
         object.__setattr__(self, "_wanted", {n: (tuple(a.axes.split()), a.optional, a.free_dtype) for n, a in self.args.items()})
         if self.query not in self.args:
@@ -246,11 +248,6 @@ class Op:
             unknown = sorted(options.keys() - self.defaults.keys())[0]
             raise TypeError(f"{self.name}: unexpected keyword {unknown!r}; it takes {', '.join(self.defaults)}")
         return run(self, inputs, self.check(inputs), {**self.defaults, **options})
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms this member has, in the order of their public functions."""
-        return tuple(f for f in PREFIX if f is not Form.PARALLEL or self.parallel)
 
     def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:
         """Give `short` its whole signature, real and named, for those that read signatures; make the functions of the single forms."""

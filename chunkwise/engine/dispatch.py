@@ -142,7 +142,7 @@ def run(
 
     slots: the initial state is a pool of states, which move on in place.
     """
-    from .raw import recurrent_form
+    from .raw import asks, recurrent_form
     from .scan import Scan
 
     check_prologue(op.name, inputs, o)
@@ -162,7 +162,8 @@ def run(
     scan = Scan(op, choose, *asked, cu, cpu, slots)
     made = recurrent_form(scan, inputs, S0, o) if device.type != "cpu" else None
     if made is None:
-        x = {**prologue(op.name, inputs, o), **{n: o[n] for n in op.settings}}
+        ready = prologue(op.name, inputs, o) if any(asks(o)) else inputs
+        x = {**ready, **{n: o[n] for n in op.settings}}
         made = op.passes(scan, S0, **x) if op.passes is not None else scan((op.lower or Streams)(**x), S0)
     out, ST = made
     return out, ST.mT if ST is not None and o["state_v_first"] else ST
