@@ -84,7 +84,8 @@ def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
 
 @needs_gpu
 def test_threads_share_recipes():
-    calls = [make(OPS[0], replace(DENSE, T=200), torch.bfloat16, seed=i) for i in range(4)]
+    op = min(OPS, key=lambda op: len(op.args))
+    calls = [make(op, replace(DENSE, T=200), torch.bfloat16, seed=i) for i in range(4)]
     want, got = [step(call) for call in calls], [None] * len(calls)
     torch.cuda.synchronize()
 
