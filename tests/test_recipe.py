@@ -5,6 +5,7 @@ import ctypes
 import random
 import re
 import struct
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,22 @@ def test_what_is_not_on_a_gpu_runs_its_hosts():
     assert torch.equal(out[0], x + 1) and out[1] is None and not recipe.RECIPES
 
 
+def _imported() -> bool:
+    """Whether passes can be recorded only with PyTorch's compiler, which takes seconds to import."""
+    shapes = dict(q=(1, 64, 1, 16), k=(1, 64, 1, 16), v=(1, 64, 2, 16))
+    for gate, rule, last in ((Gate.KEY, Rule.DELTA, (16,)), (Gate.HEAD, Rule.ADD, None), (Gate.VALUE, Rule.ADD, (16,))):
+        g = (2,) if last is None else (1, 64, 2, *last)
+        x = Streams(
+            **{n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}, g=torch.empty(g, device="meta"),
+            beta=torch.empty(1, 64, 2, device="meta") if rule is Rule.DELTA else None,
+        )  # fmt: skip
+        p = problem(x, None, None, gate=gate, rule=rule, chunk=16, exact=True, scale=1.0, precision="ieee")
+        with Recorder((*x, x.v)) as recorder:
+            *streams, do = recorder.inputs
+            plan_triton.backward(p, Streams(*streams), None, None, do, None)
+    return "torch._dynamo" in sys.modules or "sympy" in sys.modules
+
+
 def _sizes() -> list[tuple[str, list[int], list[int]]]:
     """Of the kernels of a pass built for sm_90: name, sizes of the parameters we give, those in its PTX."""
     from contextlib import nullcontext
@@ -128,6 +145,7 @@ def _sizes() -> list[tuple[str, list[int], list[int]]]:
 
 def test_parameters_are_those_of_the_built_kernel():
     with _workers("sm_90", 1) as pool:
+        assert not pool.submit(_imported).result()
         found = pool.submit(_sizes).result()
     assert [name for name, _, _ in found] == ["state_pass_kernel"]
     for _, given, there in found:

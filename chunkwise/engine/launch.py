@@ -92,7 +92,7 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def get(*key: Any, device: torch.device) -> Tensor:
         if HERE.recorder is not None:
-            return HERE.recorder.constant(partial(get, *key), partial(make, *key))
+            return HERE.recorder.constant(partial(get, *key))
         found = kept.get((key, device))
         if found is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

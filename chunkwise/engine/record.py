@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from os import cpu_count
 from typing import Any, NamedTuple
 
@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.bases: list[Base] = []
         self.steps: list[Launch | Torch] = []
+        self.aside = False  # what happens is no part of the pass
         self._places: dict[int, int] = {}  # of a tensor's storage, its base
         self._constants: dict[Any, Tensor] = {}
         self.inputs = [None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
@@ -112,6 +113,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         made = op(*args, **kwargs)
+        if self.aside:
+            return made
         outs = made if isinstance(made, (tuple, list)) else (made,)
         fresh = [isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._places for t in outs]
         if op.overloadpacket in EMPTY:
@@ -137,12 +140,14 @@ class Recorder(TorchDispatchMode):
             raise Unfit(f"a tensor {list(t.shape)} of nobody")
         return View(base, int(t.storage_offset()) * t.itemsize, tuple(t.shape), t.stride(), t.dtype)
 
-    def constant(self, get: Callable[..., Tensor], make: Callable[..., Tensor]) -> Tensor:
+    def constant(self, get: partial[Tensor]) -> Tensor:
         """What `get` has, as a tensor without contents."""
-        key = get.args  # type: ignore[attr-defined]
+        key = get.func, get.args
         if key not in self._constants:
-            with torch.utils._python_dispatch._disable_current_modes():
-                self._constants[key] = make(META)
+            HERE.recorder, self.aside = None, True
+            real = get(device=torch.device("cpu"))  # kept; operators on tensors without contents would import PyTorch's compiler
+            self._constants[key] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=META)
+            HERE.recorder, self.aside = self, False
             self._add(Base("constant", self._constants[key], get))
         return self._constants[key]
 
