@@ -116,7 +116,7 @@ def _imported() -> bool:
         with Recorder((*x, x.v)) as recorder:
             *streams, do = recorder.inputs
             plan_triton.backward(p, Streams(*streams), None, None, do, None)
-    return "torch._dynamo" in sys.modules or "sympy" in sys.modules
+    return "torch._dynamo" in sys.modules
 
 
 def _sizes() -> list[tuple[str, list[int], list[int]]]:
