@@ -113,7 +113,7 @@ FAULTS = (
     Fault("engine/gradient.py", "d.sum(2, keepdim=True) if", "d[:, :, :1] if", "one value head's share for all", "derivation_gradient"),
     Fault("engine/layout.py", "rows >= end[:, None]", "rows > end[:, None]", "a row past a sequence's end", "op_contract"),
     Fault("engine/layout.py", "tail:].zero_()", "tail:]", "rows past the end that nobody clears", "op_shape"),
-    Fault("engine/recurrent.py", "(write - met) * t.beta", "(write - met)", "the token form without strengths", "derivation_gradient"),
+    Fault("engine/recurrent.py", "(write - met).mul_(t.beta)", "write - met", "the token form without strengths", "derivation_gradient"),
     Fault("engine/recurrent.py", "out if p.bonus else out * t.value", "out", "when the token form reads", "member"),
     Fault("engine/scan.py", "None if t is None else t * tokens for t in", "t for t in", "offsets in tokens where rows are steps", "member"),
     Fault("engine/prologue.py", "return -A * F.softplus(g)", "return A * F.softplus(g)", "a raw gate's sign", "op_option"),

@@ -34,6 +34,7 @@ FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the wides
 _GRADIENTS = "the gradients of all streams of a chunk live at once; narrower blocks keep their registers and are slower on an H200"
 _FAR = "gates that forget more than 2^60 in half a chunk: what pairs give on every level is added to everything else"
 _ELSEWHERE = "not measured on such a card"
+_SCAN = "states, operands and results of a chunk live at once, in packed rows their addresses too: the copy engine moves no others"
 SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("NEAR",)): (160, _GRADIENTS),
     (("sm_90",), "grad_key_kernel", ("NEAR", "DELTA")): (1000, _GRADIENTS),
@@ -41,7 +42,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("not NEAR",)): (1400, _FAR),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("not NEAR", "DELTA")): (2700, _FAR),
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
-    (("sm_90",), "grad_kernel", ("DELTA",)): (304, _GRADIENTS),
+    (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
     (("sm_90",), "score_kernel", ("DELTA",)): (328, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_kernel", ("FAR",)): (1300, f"{_FAR}; in the blocks of all other chunks, so that bits agree"),
@@ -54,6 +55,14 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("not NEAR", "not DELTA")): (1760, _FAR),
     (("sm_90",), "score_bounded_kernel", ("not PAIRS",)): (760, "few channels and fp32 gates; not measured"),
     (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
+    (("sm_90",), "state_pass_kernel", ("DELTA",)): (280, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
+    (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
+    (("sm_90",), "grad_writer_kernel", ("LOW_RANK",)): (664, _GRADIENTS),
+    (("sm_90",), "score_bounded_kernel", ("DELTA", "PAIRS")): (128, "both scores of an erase key of its own; not measured"),
+    (("sm_90",), "inverse_kernel", ()): (8, "in one or two of all its builds; not measured apart"),
+    (("sm_90",), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (16, "not measured on such a card; the gated delta rule's largest scan"),
 }
 
