@@ -235,3 +235,23 @@ def test_packing_refuses_by_name(change, says):
 def test_padding_inside_packed_documents_is_refused():
     with pytest.raises(ValueError, match="remove the padding"):
         plan_packing(1, 4, attention_mask=torch.tensor([[0, 1, 1, 1]]), cu_seqlens=torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("activation", ["silu", None, "gelu"])
+def test_convolutions_go_by_stretches_of_tokens(monkeypatch, activation):
+    """However long the stretches are: the same bits forward, the gradients of float64."""
+    from chunkwise.nn import conv
+
+    def run(numbers, dtype):
+        monkeypatch.setattr(conv, "STRETCH", numbers)
+        gen = torch.Generator().manual_seed(0)
+        leaves = [torch.randn(s, generator=gen).to(dtype).requires_grad_() for s in ((3, 84, 16), (16, 4), (16,), (3, 16, 3))]
+        y, last = conv.causal_conv1d(*leaves, output_final_state=True, activation=activation)
+        d = torch.autograd.grad((y, last), leaves, (torch.cos(y.detach()), torch.sin(last.detach())))
+        return {"y": y.detach().flatten(0, 1), "last": last.detach().flatten(0, 1), **{f"d{i}": g.flatten() for i, g in enumerate(d)}}
+
+    whole, truth = run(1 << 20, torch.float32), run(1 << 20, torch.float64)
+    for numbers in (1, 512, 3000):
+        made = run(numbers, torch.float32)
+        assert torch.equal(made["y"], whole["y"]) and torch.equal(made["last"], whole["last"])
+        agree(made, truth, whole)

@@ -18,30 +18,72 @@ WIDEST = 8  # columns of a weight that a kernel holds in registers
 
 
 class _Taps(torch.autograd.Function):
-    """y[:, t] = sum_j x[:, t + j] * w[j]; x [B, T + W - 1, D], w [W, D]. Keeps x alone for the backward pass."""
+    """y_t = act(bias + sum_j w[j] x_{t - (W - 1) + j}), act silu or nothing; x [B, T, D] after past [B, W - 1, D], w [W, D], bias [D].
+
+    A block of tokens at a time goes through all of it while caches hold it; x, past, w and bias alone are kept for the backward pass.
+    """
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        T = x.shape[1] - w.shape[0] + 1
-        y = x[:, :T] * w[0]
-        for j in range(1, w.shape[0]):
-            y = torch.addcmul(y, x[:, j : j + T], w[j])
+    def forward(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _act(_taps(torch.cat([past, x], 1), w, bias), silu)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for n, a, b in _stretches(x):
+            y[n, a:b] = _act(_taps(_window(x[n], past[n], a, b), w, bias), silu)
         return y
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.silu = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x, w = ctx.saved_tensors
-        T = dy.shape[1]
-        dx = torch.zeros_like(x)
-        for j in range(w.shape[0]):
-            dx[:, j : j + T].addcmul_(dy, w[j])
-        dw = torch.stack([(dy * x[:, j : j + T]).sum((0, 1)) for j in range(w.shape[0])])
-        return dx, dw
+        x, past, w, bias = ctx.saved_tensors
+        W = w.shape[0]
+        d = torch.zeros(x.shape[0], W - 1 + x.shape[1], x.shape[2], dtype=x.dtype, device=x.device)  # of past and x
+        dw, db = [torch.zeros_like(row) for row in w], None if bias is None else torch.zeros_like(bias)
+        for n, a, b in [(slice(None), 0, x.shape[1])] if torch.compiler.is_compiling() else _stretches(x):
+            rows, dz = _window(x[n], past[n], a, b), dy[n, a:b]
+            if ctx.silu:
+                dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias))
+            for j in range(W):
+                d[n, a + j : b + j].addcmul_(dz, w[j])
+                dw[j] += (dz * rows[:, j : j + b - a]).sum((0, 1))
+            if db is not None:
+                db += dz.sum((0, 1))
+        return d[:, W - 1 :], d[:, : W - 1], torch.stack(dw), db, None
+
+
+STRETCH = 1 << 18  # numbers that a block of tokens has, about
+
+
+def _stretches(x: Tensor) -> list[tuple[slice, int, int]]:
+    """Samples, first and last token of every block. Blocks of long samples hold one each, and tokens by 16, for whole vectors of lanes."""
+    B, T, D = x.shape
+    n = max(16, STRETCH // max(1, D) // 16 * 16)
+    group = max(1, STRETCH // max(1, T * D))
+    return [(slice(i, i + group), a, min(T, a + n)) for i in range(0, B, group) for a in range(0, T, n)]
+
+
+def _window(x: Tensor, past: Tensor, a: int, b: int) -> Tensor:
+    """The tokens that outputs a to b read, [B, W - 1 + b - a, D]."""
+    before = past.shape[1]
+    return x[:, a - before : b] if a >= before else torch.cat([past[:, a:], x[:, :b]], 1)
+
+
+def _taps(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """bias + sum_j w[j] rows_{t + j}."""
+    T = rows.shape[1] - w.shape[0] + 1
+    y = rows[:, :T] * w[0]
+    for j in range(1, w.shape[0]):
+        y = torch.addcmul(y, rows[:, j : j + T], w[j])
+    return y if bias is None else y + bias
+
+
+def _act(z: Tensor, silu: bool) -> Tensor:
+    return nn.functional.silu(z) if silu else z
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -128,6 +170,11 @@ class _Conv(torch.autograd.Function):
         return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None)
 
 
+def _whole(rows: Tensor, w: Tensor) -> Tensor:
+    """Rows [B, W - 1 + T, D] that hold their past -> [B, T, D]."""
+    return _Taps.apply(rows[:, w.shape[0] - 1 :], rows[:, : w.shape[0] - 1], w, None, False)
+
+
 def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None,
     first: Tensor | None, activation: str | None, final: bool,
@@ -137,7 +184,7 @@ def _plain(
     W, N = weight.shape[1], B if cu_seqlens is None else cu_seqlens.numel() - 1
     past = x.new_zeros(N, W - 1, D) if state is None else state.transpose(1, 2).to(x.dtype)
     taps = wide(weight).t().contiguous().to(wide(x).dtype)  # [W, D]
-    last = None
+    last, inside = None, False
     if first is not None:
         seen = torch.arange(B * T, device=x.device) - first  # [R]: rows of its own sequence before each
         rows = nn.functional.pad(wide(x).reshape(B * T, D), (0, 0, W - 1, 0))
@@ -146,9 +193,11 @@ def _plain(
             y = y + torch.where((seen >= j)[:, None], rows[W - 1 - j : W - 1 - j + B * T], 0) * taps[W - 1 - j]
         y = y.view(x.shape)
     elif cu_seqlens is None:
-        rows = torch.cat([past, x], 1)  # [B, W - 1 + T, D]
-        y = _Taps.apply(wide(rows), taps)
-        last = rows[:, T:]  # [B, W - 1, D]
+        inside = activation in SILU or activation is None
+        z = wide(x)
+        y = _Taps.apply(z, past.to(z.dtype), taps, bias.to(z.dtype) if inside and bias is not None else None, activation in SILU)
+        if final:
+            last = x[:, T - (W - 1) :] if T >= W - 1 else torch.cat([past, x], 1)[:, T:]  # [B, W - 1, D]
     else:
         # Every sequence gets its own W - 1 rows of past in front, so that one convolution over all rows serves them all;
         # the outputs that straddle two sequences are dropped.
@@ -161,11 +210,11 @@ def _plain(
         order[(begin[:-1, None] + column).flatten()] = torch.arange(N * (W - 1), device=x.device)
         order[row + (W - 1)] = token + N * (W - 1)
         rows = torch.cat([past.reshape(N * (W - 1), D), x[0]]).index_select(0, order)  # [T + N (W - 1), D]
-        y = wide(x) if T == 0 else _Taps.apply(wide(rows).unsqueeze(0), taps).index_select(1, row)
+        y = wide(x) if T == 0 else _whole(wide(rows).unsqueeze(0), taps).index_select(1, row)
         last = rows.index_select(0, (begin[1:, None] - (W - 1) + column).flatten()).view(N, W - 1, D)
-    if bias is not None:
+    if bias is not None and not inside:
         y = y + bias.to(y.dtype)
-    y = activation_named(activation)(y)
+    y = y if inside else activation_named(activation)(y)
     if residual is not None:
         y = y + residual.to(y.dtype)
     return y.to(x.dtype), last.transpose(1, 2).clone(memory_format=torch.contiguous_format) if final and last is not None else None
