@@ -5,6 +5,7 @@ import torch
 from nn_agreement import GRADIENT, OUTPUT
 
 from chunkwise import nn
+from chunkwise.nn import gate
 
 pytestmark = pytest.mark.gpu
 LABELS = torch.tensor([3, -100, 0, 499, 7, 8, 9] * 13)
@@ -53,7 +54,14 @@ CASES = {
     "norm of a sum": (lambda x, r, w, b: nn.add_layer_norm(x, r, w, b), [(700, 2048), (700, 2048), (2048,), (2048,)]),
     "wide norm": (lambda x, w: nn.rms_norm(x, w), [(300, 8192), (8192,)]),
     "norm of groups": (lambda x, w: nn.rms_norm(x, w, groups=6), [(500, 768), (768,)]),
+    "norm of a sum in two dtypes": (lambda x, r, w: nn.add_rms_norm(x, r.to(torch.promote_types(r.dtype, torch.float32)), w),
+                                    [(700, 2048), (700, 2048), (2048,)]),
     "length": (nn.l2norm, [(3, 1000, 7, 100)]),
+    "length of heads in wider rows": (lambda x: nn.l2norm(x[..., 16:528].unflatten(-1, (4, 128))), [(2, 1000, 800)]),
+    "raw gate": (lambda x, A, b: gate.log_decay(8 * x[..., 1:7], A, b), [(3, 2000, 12), (6,), (6,)]),
+    "raw gate of channels": (lambda x, A, b: gate.log_decay(8 * x, A, b), [(2, 900, 5, 128), (5,), (640,)]),
+    "bounded gate": (lambda x, A: gate.log_decay(x, A, None, -5.0), [(2, 900, 3, 100), (3,)]),
+    "write strength": (lambda x: gate.write_strength(8 * x, 2.0), [(3, 2000, 6)]),
     "rotary": (turn(), [(2, 1000, 5, 128)]),
     "rotary, far and interleaved": (turn(3_000_000, interleaved=True, theta=5e5), [(1, 70, 2, 100)]),
     "swiglu": (nn.swiglu, [(333, 777), (333, 777)]),

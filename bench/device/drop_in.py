@@ -111,11 +111,13 @@ def side(a) -> None:
     if a.side in ("ours", "fallback"):
         from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
     else:
-        import fla  # noqa: F401
+        import fla.ops.common.chunk_o
 
+        # Its guard refuses the gated backward on Triton 3.4.0 to 3.7.0 (fla #640). Off for timing; the errors say if it is right.
+        fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True
         from chunkwise.bench.autotuner import build_side_by_side
 
-        build_side_by_side()
+        build_side_by_side(shortlist=a.shortlist)
         if a.side == "fla+conv":  # causal_conv1d ours, fla theirs
             shims = install_as_fla(replace=True)
             ours = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
@@ -198,6 +200,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds that a side may take")
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--shortlist", type=pathlib.Path, help="Triton's cache of an earlier run, whose best candidates fla's tuner tries")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", help="a file that the lines are added to")
     a = parser.parse_args()
@@ -208,6 +211,7 @@ def main() -> None:
         for name in a.sides.split(","):
             given = [sys.argv[0], "--side", name, "--sizes", a.sizes, "--dtype", a.dtype, "--device", a.device, "--repeat", str(a.repeat)]
             given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0 and name == "ours")
+            given += ["--shortlist", str(a.shortlist)] if a.shortlist else []
             given += ["--verbose"] * a.verbose + (["--out", a.out] if a.out else [])
             start = time.perf_counter()
             try:

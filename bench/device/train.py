@@ -65,7 +65,7 @@ def theirs(a: argparse.Namespace) -> Any:
 
     # Its guard refuses the gated backward on Triton 3.4.0 to 3.7.0 (fla #640). For timing it is off; the proof says if the result is right.
     fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True
-    build_side_by_side()
+    build_side_by_side(shortlist=a.shortlist)
     config = GatedDeltaNetConfig(
         hidden_size=a.width, num_hidden_layers=a.layers, num_heads=a.heads, head_dim=a.head, expand_v=1.0, intermediate_size=a.inner,
         vocab_size=a.vocab, use_cache=False, norm_eps=1e-6, fuse_linear_cross_entropy=a.fused_head, fuse_cross_entropy=not a.fused_head,
@@ -76,7 +76,7 @@ def theirs(a: argparse.Namespace) -> Any:
     return model.to(DEVICE)
 
 
-BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "fla": theirs}
+BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "chunkwise captured": ours, "fla": theirs}
 
 
 def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
@@ -97,46 +97,107 @@ def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
     print(f"{side}: bf16 logits differ from float64 by {error:.1e}, gradients by at most {worst[0]:.1e} ({worst[1]})", flush=True)
 
 
-def train(side: str, a: argparse.Namespace, tokens: Tensor, steps: int) -> dict[str, Any]:
-    """Warm up, then time `steps` steps of AdamW; {"loss": [...], "tokens/s", "ms", "GiB", "warm s"}."""
-    begin = time.monotonic()
+def prepare(side: str, a: argparse.Namespace) -> tuple[Any, Any]:
+    """The model, and step(ids [B, T], its number) -> loss: forward, backward, clipping, AdamW, the rate rising for 20 steps."""
     model = BUILD[side](a).train()
     run = torch.compile(model) if side.endswith("compiled") else model
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=a.lr, betas=(0.9, 0.95), fused=DEVICE == "cuda")
-    data = [batch(tokens, s, a.batch, a.context).to(DEVICE) for s in range(a.warm + steps)]
-    losses, events = [], []
-    for s, x in enumerate(data):
-        for group in optimizer.param_groups:
-            group["lr"] = a.lr * min(1.0, (s + 1) / 20)
-        if s == a.warm:
-            _sync()
-            warm = time.monotonic() - begin
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            start = time.monotonic()
+    rate = torch.tensor(a.lr, device=DEVICE)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=DEVICE == "cuda", capturable=side.endswith("captured"))
+
+    def step(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = run(input_ids=x, labels=x).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        return loss.detach()
+
+    taken = captured(step, a) if side.endswith("captured") else step
+
+    def scheduled(x: Tensor, s: int) -> Tensor:
+        rate.fill_(a.lr * min(1.0, (s + 1) / 20))
+        return taken(x)
+
+    return model, scheduled
+
+
+def captured(step: Any, a: argparse.Namespace) -> Any:
+    """The step as one CUDA graph, after three that warm it up: what it takes without the host."""
+    given = torch.zeros(a.batch, a.context, dtype=torch.int64, device=DEVICE)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(given)
+
+    def replay(x: Tensor) -> Tensor:
+        given.copy_(x)
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
+def train(side: str, a: argparse.Namespace, tokens: Tensor, steps: int) -> dict[str, Any]:
+    """Warm up, then time `steps` steps of AdamW; {"loss": [...], "tokens/s", "ms", "GiB", "warm s"}."""
+    begin = time.monotonic()
+    model, step = prepare(side, a)
+    data = [batch(tokens, s, a.batch, a.context).to(DEVICE) for s in range(a.warm + steps)]
+    losses, events = [], []
+    for s, x in enumerate(data):
+        if s == a.warm:
+            _sync()
+            warm = time.monotonic() - begin
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            start = time.monotonic()
+        losses.append(step(x, s))
         if DEVICE == "cuda":
             events.append(torch.cuda.Event(enable_timing=True))
             events[-1].record()
+    issued = time.monotonic()
     _sync()
     seconds = time.monotonic() - start
     ms = sorted(x.elapsed_time(y) for x, y in zip(events[a.warm :], events[a.warm + 1 :]))
     return {
         "side": side, "steps": steps, "parameters": sum(p.numel() for p in model.parameters()),
         "tokens/s": round(steps * a.batch * a.context / seconds),
-        "ms a step, p20 p50 p80": [ms[len(ms) * q // 100] for q in (20, 50, 80)] if ms else None,
+        "ms a step, p20 p50 p80": [round(ms[len(ms) * q // 100], 2) for q in (20, 50, 80)] if ms else None,
+        "ms a step till all is issued": round((issued - start) * 1e3 / steps, 2),
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None, "warm-up s": round(warm, 1),
         "losses": [round(x.item(), 4) for x in losses][:: max(1, len(losses) // 20)],
     }  # fmt: skip
+
+
+def profile(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
+    """Where two steps go: kernels by their time on the device, then operators by the host's."""
+    from torch.profiler import ProfilerActivity
+
+    _, step = prepare(side, a)
+    x = batch(tokens, 0, a.batch, a.context).to(DEVICE)
+    for s in range(a.warm):
+        step(x, s)
+    _sync()
+    on = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE == "cuda")
+    with torch.profiler.profile(activities=on) as seen:
+        for s in range(2):
+            step(x, s)
+        _sync()
+    rows = seen.key_averages()
+    kernels = sorted((r for r in rows if r.device_type.name == "CUDA"), key=lambda r: -r.self_device_time_total)
+    spent, count = sum(r.self_device_time_total for r in kernels) / 2e3, sum(r.count for r in kernels) // 2
+    print(f"{side}: {spent:.1f} ms of kernels a step, {count} of them")
+    for r in kernels[:45]:
+        print(f"{r.self_device_time_total / 2e3:9.3f} ms {r.count // 2:5d}  {r.key[:110]}")
+    print(rows.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60), flush=True)
 
 
 def _sync() -> None:
@@ -152,8 +213,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--fused-head", action="store_true", help="fla's fused linear cross entropy")
+    parser.add_argument("--shortlist", type=pathlib.Path, help="Triton's cache of an earlier run, whose best candidates fla's tuner tries")
     parser.add_argument("--sides", default=",".join(BUILD), help="comma-separated")
     parser.add_argument("--prove-only", action="store_true", help="prove, and take two steps: fills the compilers' caches")
+    parser.add_argument("--profile", action="store_true", help="say where two steps go, instead")
     parser.add_argument("--no-proof", action="store_true", help="the proof has been made")
     parser.add_argument("--out", type=pathlib.Path, help="a .jsonl file the rows are added to")
     a = parser.parse_args()
@@ -166,6 +229,9 @@ def main() -> None:
             try:
                 if turn == 0 and not a.no_proof:
                     prove(side, a, tokens)
+                if a.profile:
+                    profile(side, a, tokens)
+                    continue
                 if a.prove_only:
                     a.warm = 1
                 row = train(side, a, tokens, 2 if a.prove_only else a.steps)

@@ -32,6 +32,12 @@ def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower
     return -A * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(A * g)
 
 
+def activate_strength(beta: Tensor, factor: float = 1.0) -> Tensor:
+    """factor sigmoid(beta), in float32 (float64 if beta is)."""
+    beta = torch.sigmoid(beta if beta.dtype == torch.float64 else beta.float())
+    return beta if factor == 1.0 else factor * beta
+
+
 NORMALIZED = ("q", "k", "p")  # by use_qk_l2norm_in_kernel, where a member has them
 
 
@@ -68,12 +74,23 @@ def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict
     """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
     check_prologue(name, inputs, o)
     x = dict(inputs)
+    unit, decay, strength = (l2norm, activate_gate, activate_strength) if _on_cpu(x) else _fused()
     if o.get("use_qk_l2norm_in_kernel"):
-        x.update({n: l2norm(x[n]) for n in NORMALIZED if x.get(n) is not None})
+        x.update({n: unit(x[n]) for n in NORMALIZED if x.get(n) is not None})
     if o.get("use_gate_in_kernel"):
-        x["g"] = activate_gate(x["g"], o["A_log"], o["dt_bias"], o["lower_bound"])
+        x["g"] = decay(x["g"], o["A_log"], o["dt_bias"], o["lower_bound"])
     if o.get("use_beta_sigmoid_in_kernel"):
-        x["beta"] = torch.sigmoid(x["beta"].float() if x["beta"].dtype != torch.float64 else x["beta"])
-        if o["allow_neg_eigval"]:
-            x["beta"] = 2 * x["beta"]
+        x["beta"] = strength(x["beta"], 2.0 if o["allow_neg_eigval"] else 1.0)
     return x
+
+
+def _on_cpu(x: Mapping[str, Any]) -> bool:
+    return all(t.device.type == "cpu" for t in x.values() if isinstance(t, Tensor))
+
+
+def _fused() -> tuple[Any, ...]:
+    """The same three functions where a GPU has kernels for them; layers have them from the same place."""
+    from ..nn.gate import log_decay, write_strength
+    from ..nn.norm import l2norm
+
+    return l2norm, log_decay, write_strength

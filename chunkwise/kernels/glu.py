@@ -6,7 +6,7 @@ import triton.language as tl
 from .norm import gated
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def glu_kernel(a, b, y, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
     """y = act(a) b, all [n]."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -15,7 +15,7 @@ def glu_kernel(a, b, y, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + o, (b_act * tl.load(b + o, mask=m, other=0.0).to(tl.float32)).to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def glu_grad_kernel(a, b, dy, da, db, n, GATE: tl.constexpr, BLOCK: tl.constexpr):
     """da, db from dy, all [n]."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

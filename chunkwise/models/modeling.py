@@ -27,6 +27,7 @@ from ..nn import (
     mixer_class,
     plan_packing,
 )
+from ..nn.joint import plain
 from .attention import Attention
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
@@ -81,7 +82,7 @@ class Block(GradientCheckpointingLayer):
         if self.mlp is None:
             x = x if y is None else x + y
         else:
-            if y is not None and (_plain(self.mlp_norm, RMSNorm) or _plain(self.mlp_norm, LayerNorm)):
+            if y is not None and (plain(self.mlp_norm, RMSNorm) or plain(self.mlp_norm, LayerNorm)):
                 y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
             else:
                 x = x if y is None else x + y
@@ -299,7 +300,7 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
         hidden, logits, loss = output.last_hidden_state, None, None
         wanted = self.config.output_logits if output_logits is None else output_logits
-        if labels is None or not _plain(self.lm_head, nn.Linear) or (not self.training if wanted is None else wanted):
+        if labels is None or not plain(self.lm_head, nn.Linear) or (not self.training if wanted is None else wanted):
             logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
         if labels is not None:
             target = _targets(labels, hidden, packing)
@@ -327,12 +328,6 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         B, T = given.shape
         sequences[:, :T] = given.repeat_interleave(sequences.shape[0] // max(B, 1), 0)
         return result
-
-
-def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the module is its weight and nothing else: no adapter, quantisation, sharding or hook that only calling it would honour."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks) and "forward" not in vars(module)
 
 
 def _targets(labels: Tensor, hidden: Tensor, packing: Packing) -> Tensor:

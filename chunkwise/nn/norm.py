@@ -27,7 +27,7 @@ def wide(x: Tensor) -> Tensor:
 
 def _plain(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int,
-    kind: str, activation: str,
+    kind: str, activation: str, out: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, h) by PyTorch's operators."""
     h = x if residual is None else x + residual
@@ -41,7 +41,7 @@ def _plain(
     y = y if weight is None else y * weight.to(y.dtype)
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if gate is None else y * activation_named(activation)(wide(gate))
-    return y.to(x.dtype), h
+    return y.to(h.dtype if out is None else out), h
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -61,11 +61,17 @@ def _fake_backward(h: Tensor, weight: Any, bias: Any, gate: Any, *_: Any) -> tup
             h.new_empty(0) if gate is None else gate.new_empty(h.shape))  # fmt: skip
 
 
+def _fake_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    wider = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    h = None if residual is None else x.new_empty(x.shape, dtype=wider)
+    return x.new_empty(x.shape, dtype=rest[-1] or wider), present(h, x)
+
+
 _SWITCHES = "float eps, int groups, str kind, str activation"
 _norm_op = define(
-    f"norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? gate, {_SWITCHES}) -> (Tensor y, Tensor h)",
+    f"norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? gate, {_SWITCHES}, ScalarType? out) -> (Tensor y, Tensor h)",
     _forward,
-    lambda x, residual, *_: (x.new_empty(x.shape), present(None if residual is None else x.new_empty(x.shape), x)),
+    _fake_forward,
 )
 _norm_backward_op = define(
     f"norm_backward(Tensor h, Tensor? weight, Tensor? bias, Tensor? gate, Tensor dy, Tensor? dh, {_SWITCHES}) -> "
@@ -84,23 +90,24 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, residual, weight, bias, gate, *ctx.switches = inputs
+        x, residual, weight, bias, gate, *ctx.switches, _ = inputs
         ctx.save_for_backward(x if residual is None else output[1], weight, bias, gate)
-        ctx.residual = residual is not None
+        ctx.added = None if residual is None else (x.dtype, residual.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
         h, weight, bias, gate = ctx.saved_tensors
         need = ctx.needs_input_grad
-        dx, dw, db, dg = _norm_backward_op(h, weight, bias, gate, dy, dh if ctx.residual else None, *ctx.switches)
-        d = (dx, dx, dw, db, dg)
-        return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * len(ctx.switches))
+        dx, dw, db, dg = _norm_backward_op(h, weight, bias, gate, dy, dh if ctx.added else None, *ctx.switches)
+        d = (*((dx, None) if ctx.added is None else (dx.to(t) for t in ctx.added)), dw, db, dg)
+        return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * (len(ctx.switches) + 1))
 
 
 def _norm(
     name: str, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
-    groups: int, activation: str,
+    groups: int, activation: str, out: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y in `out` or the wider of x's and residual's dtypes, h)."""
     if x.ndim < 1 or not x.is_floating_point():
         raise TypeError(f"{name}: x must be a floating tensor [..., D], got {list(x.shape)} {x.dtype}")
     D = x.shape[-1]
@@ -117,10 +124,7 @@ def _norm(
         if t is not None and t.shape != (D,):
             raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
     check_device(name, "x", x, residual=residual, gate=gate, weight=weight, bias=bias)
-    if residual is not None and residual.dtype != x.dtype:  # under autocast: the wider goes on
-        common = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(common), residual.to(common)
-    switches = (float(eps), groups, kind, GATES[activation])
+    switches = (float(eps), groups, kind, GATES[activation], out)
     if uses_kernels(x) and D // groups <= WIDEST:
         y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
         return y, x if residual is None else h
@@ -129,6 +133,8 @@ def _norm(
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last axis, computed in float32; a zero row stays zero. Same shape and dtype as x."""
+    if x.ndim > 2 and not x.is_contiguous():  # heads of a slice of wider rows: as groups of channels they are read in place
+        return _norm("l2norm", "l2", x.flatten(-2), None, None, None, None, eps, x.shape[-2], "silu")[0].view(x.shape)
     return _norm("l2norm", "l2", x, None, None, None, None, eps, 1, "silu")[0]
 
 
@@ -180,7 +186,10 @@ def add_layer_norm(
 
 
 class _Module(nn.Module):
-    """What the norms share: weight [D], begun at one, and bias [D], begun at zero, on request."""
+    """What the norms share: weight [D], begun at one, and bias [D], begun at zero, on request.
+
+    Under autocast the result is in autocast's dtype: products follow, which would round it, each anew.
+    """
 
     kind = "rms"
     groups = 1
@@ -206,7 +215,9 @@ class _Module(nn.Module):
         return self._run(x, residual)
 
     def _run(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None, act: str = "silu") -> tuple[Tensor, Tensor]:
-        return _norm(type(self).__name__, self.kind, x, residual, self.weight, self.bias, gate, self.eps, self.groups, act)
+        device = x.device.type
+        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else None
+        return _norm(type(self).__name__, self.kind, x, residual, self.weight, self.bias, gate, self.eps, self.groups, act, out)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}" + (", bias=True" if self.bias is not None else "")

@@ -43,3 +43,20 @@ def test_many_rows_share_programs_and_strided_rows_are_read_in_place(monkeypatch
 def test_empty_inputs_and_zero_rows(monkeypatch):
     check(monkeypatch, [norm], lambda x, w: rms_norm(x, w, gate=x), draw(0, 8), draw(8))
     check(monkeypatch, [norm], l2norm, torch.zeros(3, 8))
+
+
+def test_sixteen_bits_beside_a_wide_residual(monkeypatch):
+    x, r, w = draw(3, 7, 24, dtype=torch.bfloat16), draw(3, 7, 24, seed=1), draw(24, seed=2)
+    check(monkeypatch, [norm], lambda x, r, w: add_rms_norm(x, r, w), x, r, w)
+    module = norm.RMSNorm(24)
+
+    def narrow(x, r):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module.add(x, r)
+
+    check(monkeypatch, [norm], narrow, x, r)
+    assert [t.dtype for t in narrow(x, r)] == [torch.bfloat16, torch.float32]
+
+
+def test_heads_of_a_slice_are_read_in_place(monkeypatch):
+    check(monkeypatch, [norm], lambda whole: l2norm(whole[..., 4:34].unflatten(-1, (3, 10))), draw(2, 7, 40))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.glu import glu_grad_kernel, glu_kernel
+from .row import start
 
 BLOCK = 2048  # elements of a program
 
@@ -13,7 +14,7 @@ BLOCK = 2048  # elements of a program
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if n := y.numel():
-        glu_kernel[(-(-n // BLOCK),)](a.contiguous(), b.contiguous(), y, n, GATE=activation, BLOCK=BLOCK, num_warps=8)
+        start(glu_kernel, -(-n // BLOCK), a.contiguous(), b.contiguous(), y, n, warps=8, GATE=activation, BLOCK=BLOCK)
     return y
 
 
@@ -21,5 +22,5 @@ def backward(a: Tensor, b: Tensor, dy: Tensor, activation: str) -> tuple[Tensor,
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
     if n := a.numel():
         tensors = (t.contiguous() for t in (a, b, dy))
-        glu_grad_kernel[(-(-n // BLOCK),)](*tensors, da, db, n, GATE=activation, BLOCK=BLOCK, num_warps=8)
+        start(glu_grad_kernel, -(-n // BLOCK), *tensors, da, db, n, warps=8, GATE=activation, BLOCK=BLOCK)
     return da, db

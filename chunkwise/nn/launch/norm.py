@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.norm import norm_grad_kernel, norm_kernel
-from .row import rows
+from .row import rows, start
 
 
 class Tile(NamedTuple):
@@ -34,19 +34,21 @@ def tile(R: int, D: int, elements: int) -> Tile:
 
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int,
-    kind: str, activation: str,
+    kind: str, activation: str, out: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, h), h empty without a residual."""
+    """(y in `out` or h's dtype, h in the wider of x's and residual's), h empty without a residual."""
     (a, sx), (r, sr), (g, sg) = (rows(x if t is None else t) for t in (x, residual, gate))
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = y if residual is None else torch.empty_like(y)
+    wider = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y = torch.empty(x.shape, dtype=out or wider, device=x.device)
+    h = y if residual is None else torch.empty_like(y, dtype=wider)
     R, D = a.shape[0], a.shape[1] // groups
     if y.numel():
         c = tile(R, D, AHEAD)
-        norm_kernel[(-(-R // c.BR), groups)](
+        start(
+            norm_kernel, (-(-R // c.BR), groups),
             a, r, x if weight is None else weight, x if bias is None else bias, g, y, h, sx, sr, sg, R, eps, D=D, BR=c.BR, BD=c.BD,
             CENTER=kind == "layer", MEAN=kind != "l2", RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
-            GATE=activation if gate is not None else "", num_warps=c.num_warps,
+            GATE=activation if gate is not None else "", warps=c.num_warps,
         )  # fmt: skip
     return y, x.new_empty(0) if residual is None else h
 
@@ -66,10 +68,11 @@ def backward(
     programs = -(-count // blocks)
     parts = [torch.empty(programs if t is not None else 0, groups * D, dtype=torch.float32, device=h.device) for t in (weight, bias)]
     if dx.numel():
-        norm_grad_kernel[(programs, groups)](
+        start(
+            norm_grad_kernel, (programs, groups),
             a, h if weight is None else weight, h if bias is None else bias, g, u, d, dx, dgate, *parts, sh, sg, sy, sd, R, blocks, eps,
             D=D, BR=c.BR, BD=c.BD, CENTER=kind == "layer", MEAN=kind != "l2", DH=dh is not None, WEIGHT=weight is not None,
-            BIAS=bias is not None, GATE=activation if gate is not None else "", num_warps=c.num_warps,
+            BIAS=bias is not None, GATE=activation if gate is not None else "", warps=c.num_warps,
         )  # fmt: skip
     dw, db = (h.new_empty(0) if t is None else part.sum(0).to(t.dtype) for t, part in zip((weight, bias), parts))
     return dx, dw, db, dgate

@@ -1,8 +1,28 @@
-"""How rows of channels lie in memory."""
+"""How rows of channels lie in memory, and how kernels on them are started."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from torch import Tensor
+
+from ...engine.launch import launch
+from ...engine.tune import Config
+
+
+@cache
+def _built(warps: int) -> Config:
+    return Config(BK=0, BV=0, num_warps=warps, num_stages=3)
+
+
+def start(kernel: Any, grid: int | tuple[int, int], *args: Any, warps: int, **switches: Any) -> None:
+    """kernel[grid](*args, **switches) in little host time; args: all that are no switches, in the kernel's order."""
+    across, along = grid if isinstance(grid, tuple) else (grid, 1)
+    if along == 1:
+        launch(kernel, across, *args, config=_built(warps), **switches)
+    else:
+        kernel[across, along](*args, **switches, **_built(warps).launch)
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ...engine.precompile import DTYPES, Launch, hear
 from ..vocabulary import Terms
-from . import conv, glu, loss, norm
+from . import conv, gate, glu, loss, norm
 
 
 def launches(dtype: str, D: int, K: int, V: int) -> list[Launch]:
     """What models of width D, heads of K channels and a vocabulary of V launch for their convolutions, norms, units and loss."""
 
     def run() -> None:
-        for module in (_conv, _norm, _rest):
+        for module in (_conv, _norm, _gate, _rest):
             module(DTYPES[dtype], D, K, V)
 
     return hear(run)
@@ -46,8 +46,20 @@ def _norm(dtype: torch.dtype, D: int, K: int, V: int) -> None:
     ):  # fmt: skip
         x, weight = _empty(1 << 14, width, dtype=dtype), None if kind == "l2" else _empty(width, dtype=dtype)
         bias, residual, gate = weight if kind == "layer" else None, x if added else None, x if activation else None
-        norm.forward(x, residual, weight, bias, gate, 1e-6, 1, kind, activation)
+        norm.forward(x, residual, weight, bias, gate, 1e-6, 1, kind, activation, None)
         norm.backward(x, weight, bias, gate, x, residual, 1e-6, 1, kind, activation)
+
+
+def _gate(dtype: torch.dtype, D: int, K: int, V: int) -> None:
+    for axes, bound in (((16,), 0.0), ((16, K), 0.0), ((16, K), -5.0)):
+        x, bias = _empty(2, 4096, *axes, dtype=dtype), _empty(torch.Size(axes).numel(), dtype=torch.float32)
+        dy, A = _empty(*x.shape, dtype=torch.float32), _empty(16, dtype=torch.float32)
+        kind = "bounded" if bound else "softplus"
+        gate.forward(x, A, bias, kind, bound)
+        gate.backward(x, A, bias, dy, kind, bound)
+    x, dy = _empty(2, 4096, 16, dtype=dtype), _empty(2, 4096, 16, dtype=torch.float32)
+    gate.forward(x, None, None, "sigmoid", 1.0)
+    gate.backward(x, None, None, dy, "sigmoid", 1.0)
 
 
 def _rest(dtype: torch.dtype, D: int, K: int, V: int) -> None:

@@ -20,6 +20,7 @@ class ABCAttention(HeadMixer):
     """`num_slots`: slots a head, default the key size; `rope_theta`: base of the wavelengths."""
 
     op = "abc"
+    beside = ("s",)
     expand_k = 0.5
     norm_name = "g_norm"
 
@@ -39,5 +40,5 @@ class ABCAttention(HeadMixer):
     def turn(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        return {"s": self.s_proj(x).unflatten(-1, (self.num_v_heads, -1)).clamp(-BOUND, BOUND)}  # [B, T, HV, M]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        return {"s": beside[0].unflatten(-1, (self.num_v_heads, -1)).clamp(-BOUND, BOUND)}  # [B, T, HV, M]

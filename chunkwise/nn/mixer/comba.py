@@ -12,9 +12,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..gate import log_decay, write_strength
 from ..norm import l2norm, wide
 from .layer import Depth, Window
-from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
 class Comba(HeadMixer):
@@ -25,6 +26,7 @@ class Comba(HeadMixer):
     """
 
     op = "comba"
+    beside = ("a", "b")
     expand_v = 2.0
     use_short_conv = True
     qkv_activation = "silu"
@@ -56,15 +58,15 @@ class Comba(HeadMixer):
         return {**gate, "D": self.correction_factor * ones, "decay": ones.clone()}
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
-        q, k, v = self.project(x, window)
+        q, k, v, gate, (a, b) = self.project(x, window)
         q, k = self.feature(q), self.feature(k)
         if not self.normalize_feedback:
             q, k = l2norm(q), l2norm(k)
         p = (wide(k) * self.decay.to(wide(k).dtype).sigmoid()[:, None]).to(k.dtype)  # [B, T, H, K]
-        g = log_softplus_gate(self.a_proj(x), self.A_log, self.dt_bias)  # [B, T, HV]
-        inputs = self.shared({"q": q, "k": k, "v": v, "p": p, "g": g, "beta": wide(self.b_proj(x)).sigmoid()})
+        g = log_decay(a, self.A_log, self.dt_bias)  # [B, T, HV]
+        inputs = self.shared({"q": q, "k": k, "v": v, "p": p, "g": g, "beta": write_strength(b)})
         D = self.D.to(wide(q).dtype).repeat_interleave(self.num_heads // self.num_k_heads)[:, None]
-        return {**inputs, "q": (wide(q) - D * wide(inputs["p"])).to(q.dtype)}, self.gate(x)
+        return {**inputs, "q": (wide(q) - D * wide(inputs["p"])).to(q.dtype)}, gate
 
     def call_options(self) -> dict[str, Any]:
         return {"use_qk_l2norm_in_kernel": self.normalize_feedback}

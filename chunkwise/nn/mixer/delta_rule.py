@@ -9,12 +9,13 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from ..norm import wide
+from ..gate import write_strength
 from .skeleton import HeadMixer, MixerOptions
 
 
 class DeltaNet(HeadMixer):
     op = "delta_rule"
+    beside = ("b",)
     use_short_conv = True
     use_gate = False
     qkv_activation = "silu"
@@ -26,5 +27,5 @@ class DeltaNet(HeadMixer):
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        return {"beta": wide(self.b_proj(x)).sigmoid() * self.beta_scale}  # [B, T, HV]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        return {"beta": write_strength(beside[0], self.beta_scale)}  # [B, T, HV]

@@ -11,8 +11,8 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from ..norm import wide
-from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from ..gate import log_decay, write_strength
+from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
 class GatedDeltaProduct(HeadMixer):
@@ -43,6 +43,7 @@ class GatedDeltaProduct(HeadMixer):
         super().__init__(hidden_size, num_heads, **options)
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0  # beta in (0, 2): I - beta k k' may reflect
         self.has_forget_gate = use_forget_gate
+        self.beside = ("b", "a") if use_forget_gate else ("b",)
         if use_forget_gate:
             self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.steps * self.num_v_heads, bias=False)
@@ -51,8 +52,8 @@ class GatedDeltaProduct(HeadMixer):
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_v_heads, self.num_v_heads, device) if self.has_forget_gate else {}
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        beta = wide(self.b_proj(x)).sigmoid().unflatten(-1, (self.steps, -1)) * self.beta_scale  # [B, T, R, HV]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        beta = write_strength(beside[0], self.beta_scale).unflatten(-1, (self.steps, -1))  # [B, T, R, HV]
         if not self.has_forget_gate:
             return {"beta": beta}
-        return {"g": log_softplus_gate(self.a_proj(x), self.A_log, self.dt_bias), "beta": beta}
+        return {"g": log_decay(beside[1], self.A_log, self.dt_bias), "beta": beta}

@@ -15,6 +15,7 @@ from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 class GatedDeltaNet(HeadMixer):
     op = "gated_delta_rule"
+    beside = ("a", "b")
     expand_v = 2.0
     use_short_conv = True
     qkv_activation = "silu"
@@ -33,8 +34,8 @@ class GatedDeltaNet(HeadMixer):
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_v_heads, self.num_v_heads, device)
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        return {"g": self.a_proj(x), "beta": self.b_proj(x)}  # [B, T, HV]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        return dict(zip(("g", "beta"), beside))  # [B, T, HV]
 
     def call_options(self) -> dict[str, Any]:
         return {"A_log": self.spread(self.A_log), "dt_bias": self.spread(self.dt_bias), "allow_neg_eigval": self.allow_neg_eigval}

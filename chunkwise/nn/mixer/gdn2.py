@@ -10,12 +10,13 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from ..norm import wide
-from .skeleton import HeadMixer, MixerOptions, log_softplus_gate, mamba_gate_values
+from ..gate import log_decay, write_strength
+from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
 class GatedDeltaNet2(HeadMixer):
     op = "gdn2"
+    beside = ("b", "w")
     use_short_conv = True
     qkv_activation = "silu"
     gate_activation = "sigmoid"
@@ -40,10 +41,10 @@ class GatedDeltaNet2(HeadMixer):
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_k_heads, self.key_dim, device)
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
         heads, share = self.num_k_heads, self.num_v_heads // self.num_k_heads
         f = self.f_proj(x).unflatten(-1, (heads, -1))  # [B, T, H, K]
-        g = log_softplus_gate(f, self.A_log.unsqueeze(-1), self.dt_bias.view(heads, -1))
-        b = wide(self.b_proj(x)).sigmoid().unflatten(-1, (heads, -1)) * self.erase_scale
-        w = wide(self.w_proj(x)).sigmoid().unflatten(-1, (self.num_v_heads, -1))  # [B, T, HV, V]
+        g = log_decay(f, self.A_log, self.dt_bias)
+        b = write_strength(beside[0], self.erase_scale).unflatten(-1, (heads, -1))
+        w = write_strength(beside[1]).unflatten(-1, (self.num_v_heads, -1))  # [B, T, HV, V]
         return {"g": g.repeat_interleave(share, 2), "b": b.repeat_interleave(share, 2), "w": w}

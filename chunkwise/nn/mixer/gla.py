@@ -34,6 +34,6 @@ class GatedLinearAttention(HeadMixer):
         self.gk_proj = nn.Sequential(nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, channels))
         self.finish()
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
         g = F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer
         return {"g": g.unflatten(-1, (self.num_v_heads, -1))}  # [B, T, HV, K]

@@ -22,6 +22,7 @@ class GatedSlotAttention(HeadMixer):
     """`num_slots`: slots a head, default the key size."""
 
     op = "gsa"
+    beside = ("f",)
     feature_map = "silu"
     use_gate = False
     norm_name = "g_norm"
@@ -46,10 +47,10 @@ class GatedSlotAttention(HeadMixer):
         self.finish()
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
-        q, k, v = self.project(x, window)
-        g = F.logsigmoid(wide(self.f_proj(x))).unflatten(-1, (self.num_v_heads, -1)) / self.gate_logit_normalizer  # [B, T, HV, M]
+        q, k, v, gate, (f,) = self.project(x, window)
+        g = F.logsigmoid(wide(f)).unflatten(-1, (self.num_v_heads, -1)) / self.gate_logit_normalizer  # [B, T, HV, M]
         inputs = {"q": self.feature(q), "k": self.feature(k), "v": F.silu(v), "s": -g.expm1().to(v.dtype), "g": g}
-        return self.shared(inputs), self.gate(x)
+        return self.shared(inputs), gate
 
     def close(self, o: Tensor, gate: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
         return super().close(F.silu(o), gate, inputs)

@@ -33,9 +33,9 @@ class HGRN2(HeadMixer):
         self.finish()
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
-        q, f, v = self.project(x, window)
+        q, f, v, gate, _ = self.project(x, window)
         g = F.logsigmoid(wide(f))  # [B, T, H, K]
         if depth.floor is not None:
             floor = wide(depth.floor).view(f.shape[2:])
             g = torch.logaddexp(floor.log(), torch.log1p(-floor) + g)
-        return self.shared({"q": self.feature(q), "v": v, "g": g}), self.gate(x)
+        return self.shared({"q": self.feature(q), "v": v, "g": g}), gate

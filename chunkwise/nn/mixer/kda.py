@@ -17,6 +17,7 @@ class KimiDeltaAttention(HeadMixer):
     """`lower_bound` (a negative number) bounds the gate: g = lower_bound * sigmoid(exp(A_log) (f + dt_bias))."""
 
     op = "kda"
+    beside = ("b",)
     use_short_conv = True
     qkv_activation = "silu"
     gate_activation = "sigmoid"
@@ -52,8 +53,8 @@ class KimiDeltaAttention(HeadMixer):
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_v_heads, self.num_v_heads * self.head_k_dim, device)
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        return {"g": self.f_proj(x).unflatten(-1, (self.num_v_heads, -1)), "beta": self.b_proj(x)}  # [B, T, HV, K], [B, T, HV]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        return {"g": self.f_proj(x).unflatten(-1, (self.num_v_heads, -1)), "beta": beside[0]}  # [B, T, HV, K], [B, T, HV]
 
     def call_options(self) -> dict[str, Any]:
         gate = {"A_log": self.spread(self.A_log), "dt_bias": self.spread(self.dt_bias), "lower_bound": self.lower_bound}

@@ -16,6 +16,7 @@ from .skeleton import HeadMixer, MixerOptions
 
 class SimpleGatedLinearAttention(HeadMixer):
     op = "simple_gla"
+    beside = ("gk",)
     use_short_conv = True
     norm_name = "g_norm_swish_gate"
 
@@ -25,5 +26,5 @@ class SimpleGatedLinearAttention(HeadMixer):
         self.gk_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        return {"g": F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer}  # [B, T, HV]
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        return {"g": F.logsigmoid(wide(beside[0])) / self.gate_logit_normalizer}  # [B, T, HV]

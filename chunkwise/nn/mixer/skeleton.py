@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..activation import activation
 from ..activation import feature_map as _features
 from ..conv import ShortConvolution
-from ..norm import GatedRMSNorm, RMSNorm, wide
+from ..joint import together
+from ..norm import GatedRMSNorm, RMSNorm
 from .layer import CallOptions, Depth, Mixer, Window
 
 
@@ -36,6 +37,7 @@ class HeadMixer(Mixer):
     """
 
     letters: ClassVar[tuple[str, str, str]] = ("q", "k", "v")  # the names of the three projections in checkpoints
+    beside: tuple[str, ...] = ()  # further maps of the input, named as the letters are; `streams` gets what they make
     expand_k: ClassVar[float] = 1.0
     expand_v: ClassVar[float] = 1.0
     steps: int = 1  # keys and values a token
@@ -113,8 +115,9 @@ class HeadMixer(Mixer):
         """The module that makes the output gate [.., out] of the input [.., hidden_size]."""
         return nn.Linear(hidden_size, out, bias=False)
 
-    def streams(self, x: Tensor) -> dict[str, Tensor]:
-        """The operator's arguments besides q, k and v, from the input x [B, T, D]: gates and write strengths, in float32."""
+    def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
+        """The operator's arguments besides q, k and v, from the input x [B, T, D] and what the maps `beside` made of it: gates and write
+        strengths, in float32."""
         return {}
 
     def turn(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,20 +125,23 @@ class HeadMixer(Mixer):
         return q, k
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
-        q, k, v = self.project(x, window)
+        q, k, v, gate, beside = self.project(x, window)
         q, k = self.turn(self.feature(q), self.feature(k), positions)
-        return self.shared({"q": q, "k": k, "v": v, **self.streams(x)}), self.gate(x)
+        return self.shared({"q": q, "k": k, "v": v, **self.streams(x, *beside)}), gate
 
-    def project(self, x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], k, v after projection and convolution (or activation); k and v have an axis of `steps` before the heads'
-        where there is more than one."""
-        heads = (self.num_heads, self.num_k_heads, self.num_v_heads)
-        done = []
-        for letter, n in zip(self.letters, heads, strict=True):
-            y = getattr(self, f"{letter}_proj")(x)
-            y = window.convolve(getattr(self, f"{letter}_conv1d"), y) if self.has_conv else activation(self.qkv_activation)(y)
-            done.append(y.unflatten(-1, (n, -1) if self.steps == 1 or letter == self.letters[0] else (self.steps, n, -1)))
-        return done[0], done[1], done[2]
+    def project(self, x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """q [B, T, H, K], k, v after projection and convolution (or activation), the output gate [B, T, channels of o] or None, and what
+        the maps `beside` them make; k and v have an axis of `steps` before the heads' where there is more than one."""
+        maps = [getattr(self, f"{name}_proj") for name in (*self.letters, *("g",) * self.has_gate, *self.beside)]
+        q, k, v, *rest = together(x, *maps)
+        gate = rest.pop(0) if self.has_gate else None
+        if self.has_conv:
+            q, k, v = (window.convolve(getattr(self, f"{letter}_conv1d"), y) for letter, y in zip(self.letters, (q, k, v)))
+        elif self.qkv_activation is not None:
+            q, k, v = (activation(self.qkv_activation)(y) for y in (q, k, v))
+        per_step = (self.steps,) if self.steps > 1 else ()
+        k, v = (y.unflatten(-1, (*per_step, n, -1)) for y, n in ((k, self.num_k_heads), (v, self.num_v_heads)))
+        return q.unflatten(-1, (self.num_heads, -1)), k, v, gate, rest
 
     def shared(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every input but q with as many heads as q, where there are fewer."""
@@ -150,10 +156,6 @@ class HeadMixer(Mixer):
         share = self.num_heads // self.num_k_heads
         return p if share == 1 else p.view(self.num_v_heads, -1).repeat_interleave(share, 0).flatten()
 
-    def gate(self, x: Tensor) -> Tensor | None:
-        """The output gate [B, T, channels of o], or None."""
-        return self.g_proj(x) if self.has_gate else None
-
     def close(self, o: Tensor, gate: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
         norm = getattr(self, self.norm_name)
         if self.joint_norm:
@@ -164,11 +166,6 @@ class HeadMixer(Mixer):
     def extra_repr(self) -> str:
         heads = f"heads={self.num_heads}, kv_heads={self.num_k_heads}, v_heads={self.num_v_heads}"
         return f"{self.op}, mode={self.mode}, {heads}, K={self.head_k_dim}, V={self.head_v_dim}"
-
-
-def log_softplus_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """g = -exp(A_log) softplus(a + dt_bias) <= 0, natural log, float32 at least whatever the dtype of a (Mamba's gate)."""
-    return -A_log.to(wide(A_log).dtype).exp() * nn.functional.softplus(wide(a) + wide(dt_bias))
 
 
 def mamba_gate_values(heads: int, channels: int, device: torch.device) -> dict[str, Tensor]:

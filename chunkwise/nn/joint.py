@@ -1,0 +1,40 @@
+"""Several maps of one input as one: on a GPU, where each would read the input anew and the gradients of the input would be summed.
+
+A module takes part if it is its parameters and nothing else: adapters, quantisation, sharding and hooks see the module called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .boundary import uses_kernels
+
+MANY = 512  # tokens: for fewer, putting the weights side by side costs more than it spares
+
+
+def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module is its parameters and nothing else, so that another may compute what calling it would."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = all(type(p) is nn.Parameter for p in module._parameters.values() if p is not None)
+    return type(module) is kind and own and not any(hooks) and "forward" not in vars(module)
+
+
+def together(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """[m(x) for m in maps]: plain linear maps by one product where that pays, the others one by one."""
+    if not uses_kernels(x) or x.shape[:-1].numel() < MANY:
+        return [m(x) for m in maps]
+    weights: list[Any] = [m.weight for m in maps if linear(m)]
+    if len(weights) < 2:
+        return [m(x) for m in maps]
+    widths = [w.shape[0] for w in weights]
+    widths.append(-sum(widths) % 8)  # rows of 16 bytes are what matrix products want
+    made = iter(nn.functional.linear(x, torch.cat([*weights, weights[0].new_zeros(widths[-1], x.shape[-1])])).split(widths, -1))
+    return [next(made) if linear(m) else m(x) for m in maps]
+
+
+def linear(module: nn.Module) -> bool:
+    """Whether the module is x W' and nothing else."""
+    return plain(module, nn.Linear) and module.bias is None
