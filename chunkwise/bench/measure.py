@@ -28,7 +28,7 @@ from .turn import turn
 
 OURS = "chunkwise"
 BUDGET = {"cuda": 1.0, "cpu": 20.0}  # seconds of timing a case and pass
-TORCH = ("chunk", "recurrent")  # the engine's plans that run PyTorch's own operators; all others run kernels of ours
+TORCH = ("chunk", "mixed", "recurrent")  # the engine's plans that run PyTorch's own operators; all others run kernels of ours
 PASSES = {"forward": False, "forward+backward": True}
 
 

@@ -23,6 +23,7 @@ from . import stages_torch as stages
 from .decay import ScalarDecay
 from .gradient import grads
 from .layout import Layout, layout
+from .memory import room
 from .problem import Problem, given
 
 
@@ -103,15 +104,19 @@ def small(p: Problem, x: Streams, to: Layout) -> ScalarDecay | None:
     return decay if isinstance(decay, ScalarDecay) else None
 
 
-def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(
+    p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool, saved: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, HV, V], the last state [N, HV, K, V] if `final`, and if `save` the state before every part, [parts, N, HV, K, V].
+
+    saved: where those go.
 
     Part after part, so that what is computed on the way takes the room of a part, and stays in the caches.
     """
     p = p if p.ahead == p.C else replace(p, C=p.ahead)
     to = layout(p, x.q.device)
     o = to.empty(p.HV, p.V, dtype=p.dtype)
-    saved = x.q.new_empty(p.saved, dtype=p.compute) if save else None
+    saved = room(*p.saved, dtype=p.compute, device=x.q.device) if save and saved is None else saved
     S = S0
     for part, plan, out in _walk(p, x, S0, to, saved, output=True):
         part.put(stages.output(plan.c, plan.M, out), o)
@@ -150,12 +155,12 @@ def backward(
     """Gradients of every stream, in its dtype and shape, and of the initial state. Last part first; a part's states are recomputed."""
     to = layout(p, x.q.device)
     if saved is None:
-        saved = x.q.new_empty(p.saved, dtype=p.compute)
+        saved = room(*p.saved, dtype=p.compute, device=x.q.device)
         deque(_walk(p, x, S0, to, saved, output=False), maxlen=0)
     streams = {n: t for n, t in x._asdict().items() if t is not None}
-    room = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in streams.items() if t.ndim > 2}
+    out = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in streams.items() if t.ndim > 2}
     if p.gate is Gate.HEAD:
-        room["g"] = to.empty(p.HV, dtype=p.compute)  # summed over tokens in the end
+        out["g"] = to.empty(p.HV, dtype=p.compute)  # summed over tokens in the end
     du = None if x.u is None else torch.zeros(p.HV, p.K, dtype=p.compute, device=to.device)
     dS, parts, whole = dST, to.parts(p.part), small(p, x, to)
     for i, part in reversed(list(enumerate(parts))):
@@ -168,11 +173,11 @@ def backward(
         if dg is not None and p.gate in (Gate.HEAD, Gate.SCALAR):
             dg = dg.squeeze(-1)
         for name, t in d._replace(g=dg)._asdict().items():
-            if name in room:
-                part.put(given(t).contiguous(), room[name])
+            if name in out:
+                part.put(given(t).contiguous(), out[name])
         if du is not None:
             du += given(d.u).view(p.HV, p.K)
-    out = {n: to.trim(t) for n, t in room.items()}
+    out = {n: to.trim(t) for n, t in out.items()}
     if x.g is not None and p.gate is Gate.HEAD:
         out["g"] = out["g"].sum((0, 1)).to(x.g.dtype)
     if x.u is not None and du is not None:

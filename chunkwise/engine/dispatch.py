@@ -21,7 +21,7 @@ CHUNKS = (16, 32, 64)
 WIDEST = 256  # key channels that the chunk kernels take
 RECURRENT_WIDEST = 1024  # and the recurrent one
 TRITON = importlib.util.find_spec("triton") is not None
-RECURRENT_BELOW = 4  # tokens: up to so many, without gradients, go token by token
+RECURRENT_BELOW = 4  # tokens: up to so many go token by token; on a GPU without gradients
 
 
 class Choice(NamedTuple):
@@ -71,8 +71,10 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
     return None
 
 
-def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "auto", backend: str = "auto") -> Choice:
-    """Decide form, backend and chunk. Raises ValueError where an explicit request cannot be met."""
+def choose(
+    op: Op, cell: Cell, *, T: int, device: str, grad: bool, packed: bool = False, form: str = "auto", backend: str = "auto"
+) -> Choice:
+    """Decide form, backend and chunk; of packed sequences T is the sum. Raises ValueError where an explicit request cannot be met."""
     try:
         wanted = Form(form)
     except ValueError:
@@ -84,9 +86,10 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
     reason = "asked for"
+    each = wanted is Form.AUTO and packed  # by its own length, where the host knows that, never by those beside it
     if wanted is Form.AUTO:
-        few = not grad and T <= RECURRENT_BELOW
-        wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer, no gradient") if few else (Form.CHUNK, "the general form")
+        few = T <= RECURRENT_BELOW and not packed and not (grad and device == "cuda")
+        wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer") if few else (Form.CHUNK, "the general form")
     missing = "asked for torch" if backend == "torch" else _no_kernels(cell, device, wanted)
     if backend == "triton" and missing is not None:
         raise ValueError(f"{op.name}: backend='triton' cannot serve this call: {missing}")
@@ -98,6 +101,7 @@ def choose(op: Op, cell: Cell, *, T: int, device: str, grad: bool, form: str = "
     if missing is None:
         return Choice(wanted, "triton", "triton", cell.C, reason)
     plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)
+    plan = "mixed" if each else plan
     return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; Triton kernels: {missing}")
 
 

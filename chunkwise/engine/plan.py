@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 
 
@@ -27,6 +27,15 @@ def _triton() -> SimpleNamespace:
 
 
 @cache
+def _mixed() -> SimpleNamespace:
+    """Packed sequences, forward the short ones token by token, as they would go alone."""
+    from .dispatch import RECURRENT_BELOW
+
+    ways = PLANS["chunk"]()
+    return SimpleNamespace(forward=partial(ways.forward, below=RECURRENT_BELOW), backward=partial(ways.backward, below=RECURRENT_BELOW))
+
+
+@cache
 def _triton_recurrent(gradient: str) -> SimpleNamespace:
     """Forward token by token in one kernel; the gradient is a chunk form's."""
     chunked = PLANS[gradient]()
@@ -35,7 +44,8 @@ def _triton_recurrent(gradient: str) -> SimpleNamespace:
 
 
 PLANS: dict[str, Callable[[], ModuleType | SimpleNamespace]] = {
-    "chunk": _module("chunk"),
+    "chunk": _module("group"),
+    "mixed": _mixed,
     "recurrent": _recurrent,
     "triton": _triton,
     "triton_recurrent": lambda: _triton_recurrent("triton"),

@@ -97,7 +97,7 @@ def record(
     B, T, H, K = q
     HV, V = v[2:]
     N = B if packed is None else packed
-    whole = max(16, power_of_two(T))
+    whole = power_of_two(T)
     C = chunk if exact else min(chunk or whole, whole)
     ahead = min(C, SHORT) if chunk and HV * K * V >= LARGE else C  # never by N: a sample's bits do not depend on its batch
     return Problem(

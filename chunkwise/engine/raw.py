@@ -103,7 +103,10 @@ def recurrent_form(scan: Scan, x: Mapping[str, Tensor | None], S0: Tensor | None
         return None
     s, raw = made
     cell, scale = scan.cell(s), scan.scaled(s)
-    choice = scan.choose(op, cell, T=s.q.shape[1], device=s.q.device.type, grad=False, form=scan.form, backend=scan.backend)
+    packed = scan.cu_seqlens is not None
+    choice = scan.choose(
+        op, cell, T=s.q.shape[1], device=s.q.device.type, grad=False, packed=packed, form=scan.form, backend=scan.backend
+    )  # fmt: skip
     if not choice.plan.startswith("triton_recurrent"):
         return None
     with outside(s.q):

@@ -54,9 +54,10 @@ class Rows:
         return o.view(p.T, p.B, p.HV, p.V).transpose(0, 1).contiguous()
 
     def enter(self, S: Tensor) -> Tensor:
-        """[N, HV, K, V] in the caller's order -> [N * H, n, K, V] in that of the rows, in the compute dtype."""
+        """[N, HV, K, V] in the caller's order -> dense [N * H, n, K, V] in that of the rows, in the compute dtype: bits do not
+        depend on how states lie."""
         S = S if S.dtype is self.p.compute else S.to(self.p.compute)
-        return (S if self.packed is None else self.packed.sort(S)).reshape(-1, self.n, self.p.K, self.p.V)
+        return (S if self.packed is None else self.packed.sort(S)).contiguous().view(-1, self.n, self.p.K, self.p.V)
 
     def leave(self, S: Tensor) -> Tensor:
         """The inverse of `enter`."""
@@ -124,7 +125,7 @@ def _read(R: Tensor, S: Tensor, most: int) -> Tensor:
     A reading is a weighted sum of a state's lines. Products of so few rows pack the states first and take twice as long.
     """
     rows, n, readers, K = R.shape
-    if S.device.type != "cpu" or S.dtype is not torch.float32 or not S.is_contiguous():
+    if S.device.type != "cpu" or S.dtype is not torch.float32:
         return torch.matmul(R, S)
     lines, starts = _bags(most, readers, K)
     if rows * n != most:
@@ -170,10 +171,8 @@ class States(NamedTuple):
 def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tensor]) -> Iterator[States]:
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
     S = torch.zeros(p.N * p.H, rows.n, p.K, p.V, dtype=p.compute, device=rows.device) if S0 is None else rows.enter(S0)
-    ours = S0 is None or S0.dtype is not p.compute or rows.packed is not None
-    lie = S.mT if len(rows.alive) > 1 and S.mT.is_contiguous() else S  # of values first they stay so while they are read: bits of a pool's
-    into = S if ours else room(*lie.shape, dtype=S.dtype, device=S.device)
-    made.append(into if ours or lie is S else into.mT)
+    ours = S0 is None or S0.dtype is not p.compute or rows.packed is not None or not S0.is_contiguous()
+    made.append(S if ours else room(*S.shape, dtype=S.dtype, device=S.device))
     if size >= len(S):
         yield States(0, S, made[0])
         return
@@ -195,8 +194,8 @@ def _pooled(p: Problem, rows: Rows, pool: Tensor, slots: Sequence[int], size: in
         if here[0] >= 0:
             to = None if near or b == a + 1 else torch.tensor(here)
             S = pool[here[0] : here[0] + b - a] if to is None else pool.index_select(0, to)
-            work = S if S.dtype is p.compute else S.to(p.compute)
-            flat = work.reshape(-1, rows.n, p.K, p.V)
+            work = (S if S.dtype is p.compute else S.to(p.compute)).contiguous()
+            flat = work.view(-1, rows.n, p.K, p.V)
             yield States(a * p.H, flat, flat)
             if to is not None:
                 pool.index_copy_(0, to, work.to(pool.dtype))
@@ -238,4 +237,4 @@ def forward(
             S = into
         if S is not into and final:
             into.copy_(S)
-    return rows.put(o.mul_(p.scale)), rows.leave(made[0].contiguous()) if final and made else None, None
+    return rows.put(o.mul_(p.scale)), rows.leave(made[0]) if final and made else None, None

@@ -49,7 +49,9 @@ class Scan:
             cu, cpu = (None if t is None else t * tokens for t in (cu, cpu))
         grad = torch.is_grad_enabled() and (S0 is not None and S0.requires_grad or any(t.requires_grad for t in x if t is not None))
         cell = self.cell(x, gate, rule)
-        c = self.choose(self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, form=self.form, backend=self.backend)
+        c = self.choose(
+            self.op, cell, T=x.q.shape[1], device=x.q.device.type, grad=grad, packed=cu is not None, form=self.form, backend=self.backend
+        )
         return recurrence(
             x, S0, cu, cpu, gate=cell.gate, rule=cell.rule, plan=c.plan, chunk=c.chunk, scale=scale, precision=precision or self.precision,
             final=self.final, grad=grad, slots=self.slots,

@@ -299,11 +299,15 @@ def split(p: Problem) -> Cut:
     """Pieces of a long sequence, of 8 chunks or more: enough for two programs a multiprocessor where one sample's heads are too few.
 
     A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
-    depend on its neighbours. Measured on an H200, K=V=128, bf16, forward in ms, whole and cut: T=32768, H=32 in 4: RetNet 1.11 0.49,
+    depend on its neighbours. So packed sequences stay whole: how long each is only the device knows.
+
+    Measured on an H200, K=V=128, bf16, forward in ms, whole and cut: T=32768, H=32 in 4: RetNet 1.11 0.49,
     GLA 2.32 1.84, DeltaNet 1.58 1.14, GDN 1.88 1.27, KDA 3.24 3.44; T=8192, H=8 in 16: RetNet 0.216 0.057, DeltaNet 0.284 0.138,
     GDN 0.311 0.149, KDA 0.667 0.552.
     """
-    programs, tokens = p.HV * -(-padded(p.V) // 64), -(-p.T // p.N) if p.cu_seqlens is not None else p.T
+    if p.cu_seqlens is not None:
+        return WHOLE
+    programs, tokens = p.HV * -(-padded(p.V) // 64), p.T
     pieces, most = 1, 48 if p.rule is not Rule.ADD and p.gate is Gate.KEY else 96
     while tokens >= LONG and programs < most and pieces < 16 and programs * pieces < 200 and tokens // (p.C * pieces) >= 16:
         pieces *= 2
