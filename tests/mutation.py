@@ -32,6 +32,13 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault(
+        "engine/group.py",
+        "min(p.C, power_of_two(b - a))",
+        "p.C",
+        "a packed sequence in the chunks of those beside it",
+        "op_contract",
+    ),
+    Fault(
         "engine/stages_torch.py",
         "M.rw = -M.rw if c.beta is None else M.rw * -c.beta",
         "M.rw = M.rw if c.beta is None else M.rw * c.beta",
