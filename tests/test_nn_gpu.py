@@ -24,8 +24,8 @@ def conv(W=4, cu=None, act="silu", **more):
     return run
 
 
-def loss(reduction="mean", rows=32, **terms):
-    return lambda x, w, b: nn.linear_cross_entropy(x, w, LABELS.to(x.device), b, reduction=reduction, rows=rows, **terms)
+def loss(reduction="mean", rows=32, labels=LABELS, **terms):
+    return lambda x, w, b: nn.linear_cross_entropy(x, w, labels.to(x.device), b, reduction=reduction, rows=rows, **terms)
 
 
 def turn(start=0, **how):
@@ -39,6 +39,11 @@ CASES = {
     "conv of width 8": (conv(), [(1, 300, 136), (136, 8), (136,), (1, 136, 7)]),
     "conv shorter than its window": (conv(act=None), [(3, 2, 513), (513, 4), (513,), (3, 513, 3)]),
     "conv, packed": (conv(cu=LONG), [(1, 4099, 520), (520, 4), (520,), (6, 520, 3)]),
+    "conv, packed, of width 8": (conv(cu=LONG), [(1, 4099, 72), (72, 8), (72,), (6, 72, 7)]),
+    "conv of whole blocks": (
+        lambda x, w: nn.causal_conv1d(x, w, activation="silu")[0],
+        [(3, 256, 1024), (1024, 4)],
+    ),
     "conv of slices, with a residual": (
         lambda x, w: nn.causal_conv1d(x[..., 64:192], w, activation="silu", residual=x[..., :128])[0],
         [(2, 257, 192), (128, 3)],
@@ -67,6 +72,7 @@ CASES = {
     "swiglu": (nn.swiglu, [(333, 777), (333, 777)]),
     "loss": (loss(), [(91, 128), (500, 128), (500,)]),
     "loss, every term, of each row": (loss("none", **EVERY), [(91, 128), (500, 128), (500,)]),
+    "loss, all labels ignored": (loss(labels=torch.full((91,), -100), z_loss=0.1), [(91, 128), (500, 128), (500,)]),
     "loss of logits": (lambda z: nn.cross_entropy(z, LABELS.to(z.device), **EVERY), [(91, 5003)]),
 }
 

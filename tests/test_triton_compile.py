@@ -164,7 +164,7 @@ def test_the_recurrent_form_builds_for_every_card(arch):
         arch, "kda", sizes=((128, 128),), ways=("one token",), packed=(True,)
     )
     assert {b.kernel for b in made} == {"recurrent_kernel"}
-    assert {(b.switches["RAW"], b.switches["V_FIRST"]) for b in made} >= {("softplus", True), ("", False)}
+    assert {(b.switches["RAW"], b.switches["STRIP"] == 0) for b in made} >= {("softplus", True), ("", False)}
     check(made)
 
 

@@ -1,6 +1,6 @@
 """On a GPU: the modules around the operator, proved against float64, then timed beside the other ways to have them.
 
-    python bench/device/module.py [--cases conv,gate,...] [--sides ours,compiled,...] [--warm]
+    python bench/device/module.py [--cases conv,gate,...] [--sides ours,compiled,...] [--out bench/results] [--warm]
 
 Prints for every side the error of each result against float64, milliseconds forward and forward with backward (graph replays, medians), the
 floor (bytes that must move at the measured copy rate, or products at 790 TFLOP/s), and the peak of extra memory.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from chunkwise import nn
+from chunkwise.bench.record import folder_name, surroundings
 
 Function = Callable[..., Any]
 BF16 = torch.bfloat16
@@ -74,6 +74,24 @@ def conv_case() -> Case:
     ours = lambda: lambda x, w: nn.causal_conv1d(x, w, activation="silu")[0]
     n = size(x)
     return Case(dict(x=x, w=w), taps, dict(ours=ours, compiled=compiled(fused), cudnn=lambda: plain, fla=fla), 2 * n, 5 * n)
+
+
+def packed_case() -> Case:
+    x, w = draw(1, 32768, 4096), draw(4096, 4, scale=0.5)
+    cu = torch.tensor([0, 1000, 1003, 9001, 17000, 17001, 26000, 32768], device="cuda")
+
+    def taps(x: Tensor, w: Tensor) -> Tensor:
+        parts = [F.pad(p, (0, 0, 3, 0)) for p in x.tensor_split(cu[1:-1].cpu(), 1)]
+        return F.silu(torch.cat([sum(p[:, j : p.shape[1] - 3 + j] * w[:, j] for j in range(4)) for p in parts], 1))
+
+    def fla() -> Function:
+        from fla.modules.convolution import causal_conv1d
+
+        return lambda x, w: causal_conv1d(x, w, activation="silu", cu_seqlens=cu)[0]
+
+    ours = lambda: lambda x, w: nn.causal_conv1d(x, w, activation="silu", cu_seqlens=cu)[0]
+    n = size(x)
+    return Case(dict(x=x, w=w), taps, dict(ours=ours, fla=fla), 2 * n, 5 * n)
 
 
 def gate_case() -> Case:
@@ -204,7 +222,7 @@ def loss_case() -> Case:
     return Case(dict(x=x, w=w), plain, sides, once, 3 * once, products=True)
 
 
-CASES = dict(conv=conv_case, gate=gate_case, norm=norm_case, rotary=rotary_case, swiglu=swiglu_case, loss=loss_case)
+CASES = dict(conv=conv_case, packed=packed_case, gate=gate_case, norm=norm_case, rotary=rotary_case, swiglu=swiglu_case, loss=loss_case)
 
 
 def flat(made: Any) -> list[Tensor]:
@@ -326,19 +344,21 @@ def main() -> None:
     a.add_argument("--cases", default=",".join(CASES))
     a.add_argument("--sides", default="")
     a.add_argument("--warm", action="store_true")
-    a.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("RES", ".")))
+    a.add_argument("--out", type=pathlib.Path, help="folder the rows are added to, <device>/module/<day>.jsonl")
     args = a.parse_args()
     torch.manual_seed(0)
     rate = 0.0 if args.warm else copy_rate()
     print(torch.cuda.get_device_name(), torch.__version__, f"copy {rate / 1e12:.2f} TB/s", flush=True)
-    done = []
+    where = surroundings(torch.device("cuda", torch.cuda.current_device()))
     for name in args.cases.split(","):
         for row in rows(name, CASES[name](), [s for s in args.sides.split(",") if s], rate, args.warm):
             print(told(row), flush=True)
-            done.append(row)
+            if args.out is not None and not args.warm:
+                file = args.out / folder_name(where["device"]) / "module" / f"{where['date'][:10]}.jsonl"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a") as f:
+                    f.write(json.dumps({**where, "copy_tb_s": rate / 1e12, **row}) + "\n")
         torch.cuda.empty_cache()
-    if not args.warm:
-        (args.out / "module.jsonl").open("a").write("".join(json.dumps(r) + "\n" for r in done))
 
 
 if __name__ == "__main__":

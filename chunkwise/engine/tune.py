@@ -221,28 +221,31 @@ def _carry(p: Problem) -> Config:
     return Config(padded(p.K), min(16, padded(p.V)), 8, 1)
 
 
-# The recurrent kernel's block decides in which order channels are added, so it does not depend on how many sequences there are. Measured
-# on an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, for states of 16 bits, 31.2.
+# Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are; how many
+# strips of values a program has may. Measured on an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of
+# 16 bits, 31.2.
 def _recurrent(p: Problem) -> Config:
-    """2048 numbers of the state a warp, 64 registers a thread: sums over the keys stay inside a warp."""
-    return _tile(p, 16, 1)  # KDA 84.7, two blocks a program unmeasured; 32 values and two warps 75.3, 64 and four 72.6
+    """64 registers of the state a thread: sums over the keys stay inside a warp."""
+    return _strips(p, 16, 4)  # KDA four strips 75.5, two 76.5, one 83.8; GDN 74.7, 77.2, 87.9
 
 
 def _recurrent_half(p: Problem) -> Config:
-    return _tile(p, 32, 2)  # KDA 51.1, GDN 47.0; 16 values and one warp 54.9, 53.4
+    return _strips(p, 32, 1)  # KDA 51.5, GDN 48.8, GLA 49.1; two strips 57.6, 55.5, 49.9
 
 
 def _recurrent_v_first(p: Problem) -> Config:
-    # GDN 68.6, KDA 68.8, GLA 69.1, of 16 bits 39.0, 39.6, 37.2; 16 values 69.3, 71.0, 70.4, of 16 bits 37.6, 40.5, 37.6
-    return _tile(p, 8, 1)
-
-
-def _tile(p: Problem, BV: int, warps: int) -> Config:
-    """So many values and warps where a key has 128 channels; more values where it has fewer, more warps where it has more."""
     BK = padded(p.K)
-    each = BV * 128 // warps
-    BV = min(padded(p.V), max(8, min(64, BV * 128 // BK)))
-    return Config(BK, BV, max(1, BK * BV // each), 1)
+    BV = min(padded(p.V), max(8, min(64, 2048 // BK)))
+    return Config(BK, BV, max(1, BK * BV // 2048), 1)  # KDA 69.8, of 16 bits 38.4; 8 values 70.5, 40.0; B=1 3.13, 3.54
+
+
+def _strips(p: Problem, strip: int, most: int) -> Config:
+    """Strips of values, 2048 numbers of the state a warp: several side by side, whole lines of memory, where enough programs are left."""
+    BK, n = padded(p.K), most if card().arch.startswith("sm_") else 1  # AMD's warps are wider: more strips would share keys otherwise
+    warps = max(1, BK * strip // 2048)
+    while n > 1 and (n * warps > 8 or n * strip >= 2 * padded(p.V) or p.N * p.HV * -(-p.V // (n * strip)) < 8 * MULTIPROCESSORS):
+        n //= 2
+    return Config(BK, n * strip, n * warps, 1)
 
 
 def _index(p: Problem) -> Config:
@@ -282,17 +285,6 @@ RULES = {
 def config(kernel: str, p: Problem) -> Config:
     """The kernel's config for this problem."""
     return RULES[kernel](p)
-
-
-def together(p: Problem, c: Config) -> int:
-    """Blocks of values that a program of the recurrent kernel takes one after the other, where enough programs are left: both halves of a
-    line of memory, which two programs would contend for when states are updated in place.
-
-    How many changes no bit: every block is computed alike.
-    """
-    blocks = -(-p.V // c.BV)
-    many = p.N * p.HV * blocks * c.num_warps >= 24 * MULTIPROCESSORS
-    return 2 if blocks > 1 and many and card().arch == "sm_90" else 1  # elsewhere unmeasured, and dplr spills on sm_100
 
 
 def split(p: Problem) -> Cut:

@@ -2,6 +2,8 @@
 
 Rows are tokens of all sequences, one after the other: [R, D]. Sequences are T rows each, or PACKED: first [R] holds the first row of each
 row's own sequence, sequence [R] its number, offsets [N + 1] where sequences begin. weight [D, W], its last column meets the current row.
+ALIGNED: sequences begin only at multiples of the rows loaded at a time. Elsewhere a block of rows is asked whether it begins deep inside a
+sequence and ends in it: most do, and their rows need not be asked one by one what they see.
 """
 
 # mypy: ignore-errors
@@ -32,19 +34,75 @@ def columns(p, o_d, m_d, W: tl.constexpr):
 
 
 @triton.jit
-def seen(past, j: tl.constexpr, n, p_state, o_d, m, W: tl.constexpr, STATE: tl.constexpr):
-    """What row t sees j rows back, t being row n of its sequence: an earlier row, or the initial state (else zeros) before the sequence."""
-    b_x = tl.where(n >= j, past, 0.0)
-    if STATE:
-        b_x += tl.load(p_state + o_d.to(tl.int64) * (W - 1) + (W - 1) + n - j, mask=m & (n < j), other=0.0).to(tl.float32)
+def squash(b_z):
+    """sigmoid(z). One over a square root is one instruction where a quotient is six; far below -40 it is 0."""
+    b_e = 1.0 + tl.exp2(b_z * -1.4426950408889634)
+    return tl.rsqrt(b_e * b_e)
+
+
+@triton.jit
+def seen(past, j: tl.constexpr, n, p_state, o_d, m, W: tl.constexpr, STATE: tl.constexpr, SURE: tl.constexpr):
+    """What row t sees j rows back, t being row n of its sequence: an earlier row, or the initial state (else zeros) before the sequence.
+
+    SURE: n >= j.
+    """
+    b_x = past
+    if not SURE:
+        b_x = tl.where(n >= j, past, 0.0)
+        if STATE:
+            b_x += tl.load(p_state + o_d.to(tl.int64) * (W - 1) + (W - 1) + n - j, mask=m & (n < j), other=0.0).to(tl.float32)
     return b_x
+
+
+@triton.jit
+def inside(t0, first, R, T, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr):
+    """Whether U rows from t0 on are of one sequence and none of its first W - 1."""
+    begin = beginning(t0, first, R, T, PACKED)
+    if PACKED:
+        one = (t0 + U <= R) & (tl.load(first + tl.minimum(t0 + U, R) - 1) == begin)
+    else:
+        one = t0 + U - begin <= T
+    return one & (t0 - begin >= W - 1)
+
+
+@triton.jit
+def conv_rows(
+    x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, t0, o_d, m_d, b_w, b_b, past,
+    KNOWN: tl.constexpr, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """U rows from t0 on; past: rows t - (W - 1) to t - 1. KNOWN: row t0 + u is at least row KNOWN + u of its sequence, -1: who knows."""
+    new = ()
+    p_x, p_y = x + t0.to(tl.int64) * sx + o_d, y + t0.to(tl.int64) * D + o_d
+    for u in tl.static_range(U):
+        new = new + (tl.load(p_x + u * sx, mask=m_d & (t0 + u < R), other=0.0),)
+    n_0 = t0 - beginning(t0, first, R, T, PACKED)
+    p_state = state
+    for u in tl.static_range(U):
+        t = t0 + u
+        n = t - beginning(t, first, R, T, PACKED) if KNOWN < 0 else n_0 + u
+        if STATE:
+            p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
+        b_x = new[u].to(tl.float32)
+        b_z = b_b
+        for j in tl.static_range(W - 1):
+            b_z += b_w[j] * seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, KNOWN >= 0 and KNOWN + u >= W - 1 - j)
+        b_z += b_w[W - 1] * b_x
+        if SILU:
+            b_z *= squash(b_z)
+        m = m_d & (t < R)
+        if RESIDUAL:
+            b_z += tl.load(residual + t.to(tl.int64) * sr + o_d, mask=m, other=0.0).to(tl.float32)
+        tl.store(p_y + u * D, b_z.to(y.dtype.element_ty), mask=m)
+        past = past[1:] + (b_x,)
+    return past
 
 
 @triton.jit(do_not_specialize=["R"])
 def conv_kernel(
     x, weight, bias, residual, state, first, sequence, y, sx, sr, R, T, D, L,
-    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y = act(conv(x) + bias) + residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded at a time."""
     start = tl.program_id(0) * L
@@ -52,68 +110,64 @@ def conv_kernel(
     m_d = o_d < D
     b_w = columns(weight, o_d, m_d, W)
     b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
-    past = ()  # rows t - (W - 1) to t - 1
+    past = ()
     for j in tl.static_range(W - 1):
         t = start - (W - 1) + j
         past = past + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t >= 0), other=0.0).to(tl.float32),)
     for i in range(0, L, U):
-        new = ()
-        for u in tl.static_range(U):
-            t = start + i + u
-            new = new + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t < R), other=0.0),)
-        for u in tl.static_range(U):
-            t = start + i + u
-            n = t - beginning(t, first, R, T, PACKED)
-            p_state = state
-            if STATE:
-                p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
-            b_x = new[u].to(tl.float32)
-            b_z = b_b
-            for j in tl.static_range(W - 1):
-                b_z += b_w[j] * seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE)
-            b_z += b_w[W - 1] * b_x
-            if SILU:
-                b_z *= tl.sigmoid(b_z)
-            m = m_d & (t < R)
-            if RESIDUAL:
-                b_z += tl.load(residual + t.to(tl.int64) * sr + o_d, mask=m, other=0.0).to(tl.float32)
-            tl.store(y + t.to(tl.int64) * D + o_d, b_z.to(y.dtype.element_ty), mask=m)
-            past = past[1:] + (b_x,)
+        if ALIGNED:
+            past = conv_rows(
+                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                0, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
+            )  # fmt: skip
+        elif inside(start + i, first, R, T, U, W, PACKED):
+            past = conv_rows(
+                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                W - 1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
+            )  # fmt: skip
+        else:
+            past = conv_rows(
+                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                -1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
+            )  # fmt: skip
 
 
 @triton.jit
 def grad_rows(
     x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, t0, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
-    ROWS: tl.constexpr, OWN: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr,
+    KNOWN: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows from t0 on. owed: what rows t - (W - 1) to t - 1 have of their gradients; each is stored with the last row that saw it.
 
-    OWN: the rows are the program's own, and count for the gradients of weight and bias.
+    KNOWN: as in conv_rows. OWN: the rows are the program's own, and count for the gradients of weight and bias.
     """
     new, up = (), ()
+    p_x, p_dy = x + t0.to(tl.int64) * sx + o_d, dy + t0.to(tl.int64) * sy + o_d
+    p_dx = dx + (t0 - (W - 1)).to(tl.int64) * D + o_d
+    for u in tl.static_range(ROWS):
+        m = m_d & (t0 + u < R)
+        new = new + (tl.load(p_x + u * sx, mask=m, other=0.0),)
+        up = up + (tl.load(p_dy + u * sy, mask=m, other=0.0),)
+    n_0 = t0 - beginning(t0, first, R, T, PACKED)
+    p_state = state
     for u in tl.static_range(ROWS):
         t = t0 + u
-        m = m_d & (t < R)
-        new = new + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m, other=0.0),)
-        up = up + (tl.load(dy + t.to(tl.int64) * sy + o_d, mask=m, other=0.0),)
-    for u in tl.static_range(ROWS):
-        t = t0 + u
-        n = t - beginning(t, first, R, T, PACKED)
-        p_state = state
+        n = t - beginning(t, first, R, T, PACKED) if KNOWN < 0 else n_0 + u
         if STATE:
             p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
         b_x = new[u].to(tl.float32)
         b_dz = up[u].to(tl.float32)
         see = ()
         for j in tl.static_range(W - 1):
-            see = see + (seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE),)
+            sure = KNOWN >= 0 and KNOWN + u >= W - 1 - j
+            see = see + (seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, sure),)
         see = see + (b_x,)
         if SILU:
             b_z = b_b
             for j in tl.static_range(W):
                 b_z += b_w[j] * see[j]
-            b_s = tl.sigmoid(b_z)
+            b_s = squash(b_z)
             b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
         if OWN:
             sums = ()
@@ -124,11 +178,12 @@ def grad_rows(
                 b_db += b_dz
         rest = ()
         for j in tl.static_range(W - 1):
-            rest = rest + (owed[j] + b_w[j] * tl.where(n >= W - 1 - j, b_dz, 0.0),)
+            b_to = b_dz if KNOWN >= 0 and KNOWN + u >= W - 1 - j else tl.where(n >= W - 1 - j, b_dz, 0.0)
+            rest = rest + (owed[j] + b_w[j] * b_to,)
         r = t - (W - 1)
         m = m_d & (r >= start) & (r < R)
         b_d = rest[0]
-        if LAST:
+        if LAST and KNOWN < W - 1:
             i_n = number(tl.maximum(r, 0), sequence, R, T, PACKED)
             if PACKED:
                 end = tl.load(offsets + i_n + 1, mask=r < R, other=0).to(tl.int32)
@@ -136,7 +191,7 @@ def grad_rows(
                 end = (r // T + 1) * T
             c = W - 1 - (end - r)
             b_d += tl.load(dlast + (i_n * D + o_d) * (W - 1) + c, mask=m & (c >= 0), other=0.0).to(tl.float32)
-        tl.store(dx + r.to(tl.int64) * D + o_d, b_d.to(dx.dtype.element_ty), mask=m)
+        tl.store(p_dx + u * D, b_d.to(dx.dtype.element_ty), mask=m)
         owed = rest[1:] + (b_w[W - 1] * b_dz,)
         past = past[1:] + (b_x,)
     return past, owed, b_dw, b_db
@@ -145,8 +200,8 @@ def grad_rows(
 @triton.jit(do_not_specialize=["R"])
 def conv_grad_kernel(
     x, weight, bias, dy, state, dlast, first, sequence, offsets, dx, dweight, sx, sy, R, T, D, L,
-    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, weight and bias. dlast [N, D, W - 1]: the incoming gradient of the final state. Grid as in conv_kernel.
 
@@ -166,13 +221,24 @@ def conv_grad_kernel(
         owed = owed + (tl.zeros([BD], tl.float32),)
         b_dw = b_dw + (tl.zeros([BD], tl.float32),)
     for i in range(0, L, U):
-        past, owed, b_dw, b_db = grad_rows(
-            x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
-            b_db, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
-        )  # fmt: skip
+        if ALIGNED:
+            past, owed, b_dw, b_db = grad_rows(
+                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
+                b_db, 0, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            )  # fmt: skip
+        elif inside(start + i, first, R, T, U, W, PACKED):
+            past, owed, b_dw, b_db = grad_rows(
+                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
+                b_db, W - 1, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            )  # fmt: skip
+        else:
+            past, owed, b_dw, b_db = grad_rows(
+                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
+                b_db, -1, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            )  # fmt: skip
     grad_rows(
         x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + L, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
-        W - 1, False, W, PACKED, STATE, LAST, BIAS, SILU,
+        0 if ALIGNED and U >= W - 1 else -1, W - 1, False, W, PACKED, STATE, LAST, BIAS, SILU,
     )  # fmt: skip
     p_dw = dweight + i_l.to(tl.int64) * (W + BIAS) * D + o_d
     for j in tl.static_range(W):
@@ -225,7 +291,7 @@ def conv_state_grad_kernel(
             b_z = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
             for j in tl.static_range(W):
                 b_z += b_w[j] * inputs[a + j]
-            b_s = tl.sigmoid(b_z)
+            b_s = squash(b_z)
             b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
         slopes = slopes + (b_dz,)
     for c in tl.static_range(W - 1):
@@ -267,7 +333,7 @@ def conv_update_kernel(
             b_z += b_w[j] * past[S - (W - 1) + j]
         b_z += b_w[W - 1] * b_x
         if SILU:
-            b_z *= tl.sigmoid(b_z)
+            b_z *= squash(b_z)
         b_z = tl.where(i_s >= 0, b_z, 0.0)
         tl.store(p_y, b_z.to(y.dtype.element_ty), mask=m_d)
         past = past[1:] + (b_x,)

@@ -28,7 +28,10 @@ def check_device(name: str, label: str, x: Tensor, **others: Tensor | None) -> N
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not."""
+    """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not.
+
+    Where nobody traces, the function itself is called: the way through the dispatcher and back takes longer than a token's convolution.
+    """
 
     def run(*args: Any) -> Any:
         at = args[0].device

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .boundary import define, uses_kernels
+
+
+def _turned(x: Tensor, positions: Tensor, theta: float, interleaved: bool, back: bool) -> Tensor:
+    from .launch.rotary import turn
+
+    return turn(x, positions, theta, interleaved, back)
+
+
+_turn_op = define(
+    "rotary(Tensor x, Tensor positions, float theta, bool interleaved, bool back) -> Tensor", _turned, lambda x, *_: x.new_empty(x.shape)
+)
+
+
+class _Rotary(torch.autograd.Function):
+    """The kernel; its gradient is the turn back."""
+
+    @staticmethod
+    def forward(x: Tensor, positions: Tensor, theta: float, interleaved: bool) -> Tensor:
+        return _turn_op(x, positions, theta, interleaved, False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, positions, *ctx.how = inputs
+        ctx.save_for_backward(positions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _turn_op(grads[0], *ctx.saved_tensors, *ctx.how, True), None, None, None
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved: bool = False) -> Tensor:
@@ -32,6 +64,8 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
         raise ValueError(f"rotary: theta must be positive, got {theta}")
     if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T or positions.is_floating_point():
         raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}] integers, got {list(positions.shape)} {positions.dtype}")
+    if uses_kernels(x) and K <= 1024 and B < 2**16:
+        return _Rotary.apply(x, positions, float(theta), interleaved)
     pair = torch.arange(K // 2, device=x.device, dtype=torch.float64)
     angle = positions.to(torch.float64)[..., None, None] * theta ** (pair * (-2.0 / K))  # [B or 1, T, 1, K/2]
     half = torch.promote_types(x.dtype, torch.float32)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 # The larger half, by test and case: every kernel and switch is met once by what stays. `pytest -m slow tests/interpret` runs these.
 SLOW = (
+    r"test_turns_and_turns_back\[.*bfloat16-True",
     r"test_dense_with_both_states\[(2-4|5-8)",
     r"test_packed_with_both_states\[(int32-torch.float|int64-torch.bfloat16|int64-torch.float16)",
     r"test_without_states_with_a_residual\[(dense-None|packed-gelu)",

@@ -14,6 +14,7 @@ OFFSETS = torch.tensor([0, 0, 1, 4, 4, 13, 16, 16])  # empty, one token, shorter
 def small_pieces(monkeypatch):
     """Programs of few rows and channels, so that small inputs need several of them."""
     monkeypatch.setattr(launch, "PIECE", 8)
+    monkeypatch.setattr(launch, "PIECE_BACK", 8)
     monkeypatch.setattr(launch, "BLOCK", 16)
     monkeypatch.setattr(launch, "AHEAD", 4)
     monkeypatch.setattr(launch, "BACK", 2)
@@ -29,7 +30,7 @@ def both_states(cu=None, activation="silu"):
     return run
 
 
-@pytest.mark.parametrize("T, W", [(1, 2), (2, 4), (11, 4), (5, 8)])
+@pytest.mark.parametrize("T, W", [(1, 2), (2, 4), (11, 4), (5, 8), (8, 8)])
 def test_dense_with_both_states(monkeypatch, T, W):
     x, w, b, s = draw(2, T, 20), draw(20, W, seed=1), draw(20, seed=2), draw(2, 20, W - 1, seed=3)
     check(monkeypatch, [conv], both_states(), x, w, b, s)

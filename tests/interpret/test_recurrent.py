@@ -79,12 +79,11 @@ def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
     check_form(streams(gate, rule, reader), gate, rule, states(B))
 
 
-def test_blocks_of_values_may_be_taken_together(monkeypatch):
+def test_how_many_strips_a_program_has_changes_no_bit(monkeypatch):
     x, pool = streams(Gate.KEY, Rule.DELTA), states(B)
     other = pool.clone()
     o = pooled(x, Gate.KEY, Rule.DELTA, pool)
-    monkeypatch.setattr(stages_triton_recurrent, "together", lambda *_: 2)
-    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 4, 1, 1))  # 18 values: the third run is half empty
+    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 32, 2, 1))  # 18 values: the second strip is nearly empty
     assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other)) and torch.equal(pool, other)
 
 

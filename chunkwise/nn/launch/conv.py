@@ -13,7 +13,7 @@ from .row import rows
 
 BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
 AHEAD, BACK = 8, 8  # rows loaded at a time
-PIECE = 128  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
+PIECE, PIECE_BACK = 64, 256  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
 
 
 class Place(NamedTuple):
@@ -39,9 +39,8 @@ def place(x: Tensor, offsets: Tensor | None, first: Tensor | None) -> Place:
     return Place(N, T, begin.int(), sequence.int(), offsets.contiguous())
 
 
-def _pieces(R: int, D: int, BD: int, U: int) -> int:
-    """Rows of a program: fewer where there would be too few programs for the multiprocessors."""
-    L = PIECE
+def _pieces(R: int, D: int, BD: int, U: int, L: int) -> int:
+    """Rows of a program: fewer than L where there would be too few programs for the multiprocessors."""
     while L > 2 * U and -(-R // L) * -(-D // BD) < 528:
         L //= 2
     return L
@@ -64,11 +63,11 @@ def forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (BD, warps), packed = _block(D), at.first is not None
     if y.numel():
-        L = _pieces(R, D, BD, AHEAD)
+        L = _pieces(R, D, BD, AHEAD, PIECE)
         conv_kernel[(-(-R // L), -(-D // BD))](
             a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
-            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, STATE=state is not None,
-            BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
+            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0,
+            STATE=state is not None, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
         )  # fmt: skip
     last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else x.new_empty(0)
     if last.numel():
@@ -91,17 +90,17 @@ def backward(
     flat, past = weight.contiguous(), x if state is None else state.contiguous()
     last = x if dlast is None else dlast.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    BD, warps = _block(D)
+    (BD, warps), U = _block(D), BACK
     if state is not None or dlast is not None:  # they take registers too
-        BD = max(32, BD // 2)
-    L = _pieces(R, D, BD, BACK)
+        BD, U = max(32, BD // 2), BACK // 2
+    L = _pieces(R, D, BD, U, PIECE_BACK)
     parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
     unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets
     if dx.numel():
         conv_grad_kernel[(-(-R // L), -(-D // BD))](
             a, flat, x if bias is None else bias, u, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx, parts,
-            sx, sy, R, at.T, D, L, W=W, U=BACK, BD=BD, PACKED=at.first is not None,
-            STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
+            sx, sy, R, at.T, D, L, W=W, U=U, BD=BD, PACKED=at.first is not None,
+            ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
             SILU=silu, num_warps=warps,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
@@ -129,4 +128,5 @@ def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index:
             x.stride(1), *state.stride(), T, D, S=state.shape[2], W=weight.shape[1], BD=BD, INDEX=index is not None,
             BIAS=bias is not None, SILU=silu, num_warps=max(1, BD // 128),
         )  # fmt: skip
+        torch.autograd.graph.increment_version(state)
     return y

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...engine.precompile import DTYPES, Launch, hear
 from ..vocabulary import Terms
-from . import conv, gate, glu, loss, norm
+from . import conv, gate, glu, loss, norm, rotary
 
 
 def launches(dtype: str, D: int, K: int, V: int) -> list[Launch]:
-    """What models of width D, heads of K channels and a vocabulary of V launch for their convolutions, norms, units and loss."""
+    """What models of width D, heads of K channels and a vocabulary of V launch for their convolutions, norms, units, positions and loss."""
 
     def run() -> None:
         for module in (_conv, _norm, _gate, _rest):
@@ -63,7 +63,9 @@ def _gate(dtype: torch.dtype, D: int, K: int, V: int) -> None:
 
 
 def _rest(dtype: torch.dtype, D: int, K: int, V: int) -> None:
-    x = _empty(2, 4096, D, dtype=dtype)
+    x, at = _empty(2, 4096, 8, K, dtype=dtype), _empty(1, 4096, dtype=torch.int64)
+    for interleaved in (False, True):
+        rotary.turn(x, at, 10000.0, interleaved, False)
     glu.forward(x, x, "silu")
     glu.backward(x, x, x, "silu")
     z, target = _empty(512, V, dtype=dtype), _empty(512, dtype=torch.int64)
