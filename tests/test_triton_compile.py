@@ -53,6 +53,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (SERVED, "grad_reader_far_kernel", ()): (3700, _FAR),
     (("sm_90",), "grad_key_kernel", ("NEAR", "not DELTA")): (320, f"{_GRADIENTS}; rows the copy engine cannot move"),
     (("sm_90",), "grad_key_kernel", ("not NEAR", "not DELTA")): (1760, _FAR),
+    (("sm_90",), "score_bounded_kernel", ("PAIRS",)): (160, "168 registers took 0.355 ms, as many as wanted 0.384 (H200, KDA)"),
     (("sm_90",), "score_bounded_kernel", ("not PAIRS",)): (760, "few channels and fp32 gates; not measured"),
     (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
     (("sm_90",), "state_pass_kernel", ("DELTA",)): (280, _SCAN),

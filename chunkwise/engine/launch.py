@@ -56,7 +56,7 @@ def _kind(x: Any) -> Any:
 
 def kind(kernel: Any, device: Any, args: Sequence[Any], switches: dict[str, Any], config: Config) -> tuple[Any, ...]:
     """What a compiled kernel is kept under."""
-    return (kernel, device, config.num_warps, config.num_stages, *switches.values(), *map(_kind, args))
+    return (kernel, device, config, *switches.values(), *map(_kind, args))
 
 
 def heard() -> bool:

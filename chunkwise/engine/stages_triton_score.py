@@ -84,17 +84,24 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
     c = config("score_bounded", p) if pairs else replace(config("decay", p), BK=config("grad_key", p).BK)
     NK = 1 if pairs else -(-p.K // c.BK)
     near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, NK, dtype=torch.uint8, device=device)
-    inputs = (q, e, k, dense(x.g, q), dense(x.beta, q), chunks(at, q), sets(p, device), near, T, M)
-    grid, on = at.slots * p.HV, _on(p, x) | dict(IPT=solves(p))
-    split = 1 if pairs and bound is not None else -(-p.K // c.BK)
+    g, beta, table = dense(x.g, q), dense(x.beta, q), sets(p, device)
+    read, made, last = [q, e, k, g], [T, M, qd, kd, kr], (chunks(at, q), table, near)
+    blocks, on = at.slots * p.HV, _on(p, x)
+    tma = c.tma and g.data_ptr() % 16 == 0 and can_describe(p, (q, sk), (k, sk), (e, sk))
+    if tma:
+        read = [described(t, d, p.C, c.BK) for t, d in zip(read, (sk, sk, sk, p.HV * p.K))]
+        made = [described(t, p.HV * t.shape[3], p.C, d) for t, d in zip(made, (p.C, p.C, c.BK, c.BK, c.BK))]
     launch(
-        score_bounded_kernel, grid * split, *inputs, qd, kd, kr, decay, sk, p.T, p.HV, p.scale,
-        BK=c.BK, PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p), **on, config=c,
+        score_bounded_kernel, blocks, *read, beta, *last, *made, decay, sk, p.T, p.HV, p.scale, BK=c.BK, ERASE=x.e is not None,
+        PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p),
+        IPT="parts" if solves(p) == "bf16x3" else solves(p), TMA=tma, **on, config=c,
     )  # fmt: skip
     if pairs:
-        c = config("score", p)
-        n = group(grid)
-        launch(score_kernel, -(-grid // n), *inputs, sk, p.T, p.HV, p.scale, n, grid, BK=c.BK, **on, config=c)
+        c, n = config("score", p), group(blocks)
+        launch(
+            score_kernel, -(-blocks // n), q, e, k, g, beta, *last, T, M, sk, p.T, p.HV, p.scale, n, blocks,
+            BK=c.BK, IPT=solves(p), **on, config=c,
+        )  # fmt: skip
     return kept, Decayed(M, qd, kd if delta else None, kr, decay, None if pairs else near)
 
 

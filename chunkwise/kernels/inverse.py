@@ -24,12 +24,32 @@ def halves(x):
 
 
 @triton.jit
+def parts(x):
+    """fp32 -> two bf16 that sum to 16 bits of it: the upper half of its bits, which costs no conversion, and what is left, rounded."""
+    bits = x.to(tl.uint32, bitcast=True)
+    upper = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), (x - upper).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b, IP: tl.constexpr):
+    """a b in fp32. "parts" is Triton's bf16x3 in fewer instructions: that one splits by conversions and tests every sum for NaN."""
+    if IP == "parts":
+        a_hi, a_lo = parts(a)
+        b_hi, b_lo = parts(b)
+        y = tl.dot(a_hi, b_hi, tl.dot(a_hi, b_lo, tl.dot(a_lo, b_hi, tl.dot(a_lo, b_lo))))
+    else:
+        y = tl.dot(a, b, input_precision=IP)
+    return y
+
+
+@triton.jit
 def doubled(b_T, b_M, s: tl.constexpr, IP: tl.constexpr):
     """In tiles [n, 16, 16]: inverses of the diagonal blocks of s rows -> of 2s rows, in place."""
     i = tl.arange(0, 16)[None, :, None] // s
     j = tl.arange(0, 16)[None, None, :] // s
     b_low = tl.where((i == j + 1) & (i % 2 == 1), b_M, 0.0)
-    return b_T + tl.dot(tl.dot(b_T, b_low, input_precision=IP), b_T, input_precision=IP)
+    return b_T + product(product(b_T, b_low, IP), b_T, IP)
 
 
 @triton.jit
@@ -50,10 +70,10 @@ def merge(b_T, b_M21, IP: tl.constexpr):
     s: tl.constexpr = b_M21.shape[1]
     T11, T22 = halves(b_T)
     if n == 1:
-        low = tl.dot(tl.reshape(b_M21, [s, s]), tl.reshape(T11, [s, s]), input_precision=IP)
-        T21 = tl.reshape(tl.dot(tl.reshape(T22, [s, s]), low, input_precision=IP), [n, s, s])
+        low = product(tl.reshape(b_M21, [s, s]), tl.reshape(T11, [s, s]), IP)
+        T21 = tl.reshape(product(tl.reshape(T22, [s, s]), low, IP), [n, s, s])
     else:
-        T21 = tl.dot(T22, tl.dot(b_M21, T11, input_precision=IP), input_precision=IP)
+        T21 = product(T22, product(b_M21, T11, IP), IP)
     top = tl.reshape(tl.permute(tl.join(T11, tl.zeros_like(T11)), [0, 1, 3, 2]), [n, s, 2 * s])
     bottom = tl.reshape(tl.permute(tl.join(T21, T22), [0, 1, 3, 2]), [n, s, 2 * s])
     return tl.reshape(tl.permute(tl.join(top, bottom), [0, 3, 1, 2]), [n, 2 * s, 2 * s])

@@ -1,5 +1,7 @@
 """Scores under gates per key channel in Triton's interpreter, against the torch stages; and GLA and KDA whole."""
 
+import math
+
 import pytest
 import torch
 from gate_case import double, draw, posed
@@ -72,6 +74,17 @@ def test_every_share_of_rows_in_reach_gives_the_same_scores(rule, C, reach):
     for other in made[1:]:
         for name, a in made[0].items():
             torch.testing.assert_close(a, other[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strong", [0.02, 1.0, 2.0, 200.0])
+def test_chunks_whose_pairs_may_meet_around_the_middle_are_noted(strong):
+    x, C = draw(Gate.KEY, Rule.ADD, T=70, B=2, H=1, K=72, strong=strong, dtype=torch.bfloat16), 64
+    p = posed(x, Gate.KEY, Rule.ADD, C=C)
+    kept, _ = stages_triton_score.scores(p, x, index(p))
+    near = stages_triton_score.scores(p, x, index(p), kept)[1].near
+    sums = torch.nn.functional.pad(x.g.double().clamp(min=-104.0), (0, 56, 0, 0, 0, 58)).unflatten(1, (2, 2, C // 2)).sum(3) / math.log(2)
+    least = sums.unflatten(-1, (2, 64)).amin((2, -1))  # [B, chunks, HV, blocks of keys] of both halves
+    assert torch.equal(near.view(least.shape).bool(), least >= -stages_triton_score.limit(p))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
