@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,7 +214,8 @@ def recurrence(
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
     if grad:
-        return Direct.apply(made, p, final, *x, S0)
+        fixed = x.g is not None and not x.g.requires_grad
+        return Direct.apply(made, replace(p, fixed=True) if fixed else p, final, *x, S0)
     with outside(x.q):
         o, ST, _ = made.forward(p, x, S0, final=final, save=False, **({} if slots is None else {"slots": slots}))
     return o, ST

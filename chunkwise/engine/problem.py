@@ -71,6 +71,7 @@ class Problem:
     key: object  # the same in all calls of these sizes and switches
     cu_seqlens: Tensor | None  # [N + 1] on the inputs' device
     cu_seqlens_cpu: Tensor | None
+    fixed: bool = False  # nobody asks for the gate's gradient
 
     @property
     def saved(self) -> tuple[int, ...]:

@@ -117,6 +117,13 @@ def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
     return card().engine and not any(d % 8 or x.data_ptr() % 16 for x, d in xs)
 
 
+def at_once(p: Problem) -> bool:
+    """Whether gradients are made of all values of a chunk at once (kernels/grad.py): two such programs fit a multiprocessor of sm_90."""
+    if p.rule is Rule.DPLR or p.bonus or p.erase or p.gate not in (Gate.NONE, Gate.HEAD, Gate.SCALAR):
+        return False
+    return p.dtype != torch.float32 and p.V <= 128 and card().arch == "sm_90"
+
+
 class Decayed(NamedTuple):
     """What the state pass reads in place of q, k and g: made by the score stage where gates are per key, or by the affine stage (dplr)."""
 
@@ -133,7 +140,7 @@ class Scan(NamedTuple):
     """What one state pass made; None where it was not asked for."""
 
     o: Tensor | None = None  # [B, T, HV, V]
-    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where the rule adds
+    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where the rule adds or gradients are made at once
     S: Tensor | None = None  # [slots, HV, V, K]: the state each chunk met; reversed: the gradient of the state it left
     ST: Tensor | None = None  # [N, HV, K, V] fp32: the state after the last token; reversed: the gradient of the initial one
     ends: Ends | None = None  # where sequences are cut into pieces: what the pieces make of any state
@@ -218,7 +225,7 @@ def scan(
         sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
-        FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma,
+        SCALED=reverse and delta and at_once(p), FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

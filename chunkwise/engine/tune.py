@@ -148,8 +148,12 @@ def _inverse(p: Problem) -> Config:
 
 def _grad(p: Problem) -> Config:
     """Narrow blocks of keys: two stages of them and whole values leave room for a second program on the multiprocessor."""
-    # Measured as above, ms at 3 and 2 stages: linear 0.41 0.45, RetNet 0.72 0.77, simple GLA 0.74 0.82, GDN 0.92 0.97, DeltaNet 0.95 0.64.
-    return Config(min(32, padded(p.K)), padded(p.V), 4, 2 if p.rule is Rule.DELTA and p.gate is Gate.NONE else 3)
+    return Config(min(32, padded(p.K)), padded(p.V), 4, 2)
+
+
+def _small_strength(p: Problem) -> Config:
+    """64 keys, however few: beside chunk matrices as left operands ptxas 12.8 builds descriptors of fewer from unset registers."""
+    return Config(64, padded(p.V), 4, 1)
 
 
 def _grad_blocks(p: Problem) -> Config:
@@ -285,6 +289,7 @@ RULES = {
     "state_pass_ends": _ends,  # without output and states
     "carry": _carry,
     "grad": _grad,
+    "small_strength": _small_strength,
     "grad_blocks": _grad_blocks,
     "grad_key": _grad_key,
     "grad_far": _grad_far,

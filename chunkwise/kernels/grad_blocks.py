@@ -30,6 +30,7 @@ def grad_blocks_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     BEFORE: tl.constexpr,  # e reads before its token forgets
+    LEARNS: tl.constexpr,  # the gate has a gradient
     SPLIT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head)."""
@@ -182,7 +183,7 @@ def grad_blocks_kernel(
 
     if DELTA and USE_BETA:
         tl.store(dbeta + o_h, b_dbeta.to(dbeta.dtype.element_ty), mask=m_c)
-    if DECAY:
+    if DECAY and LEARNS:
         b_dg += tl.sum(tl.where(i >= j, b_reads[:, None], b_ends[:, None]), 0) + b_all * tl.sum(b_through, 0)
         if BEFORE:
             b_dg += tl.sum(tl.where(i > j, b_early[:, None], 0.0), 0)

@@ -49,6 +49,14 @@ def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
     return b_beta
 
 
+@triton.jit
+def shared_strength(b_beta, TYPE: tl.constexpr):
+    """beta [C] as a product: what stands beside U where beta U is stored, 1 if beta is too small to divide by; and the rest."""
+    LEAST: tl.constexpr = 2.0**-10 if TYPE == tl.float16 else 2.0**-40
+    m = tl.abs(b_beta) < LEAST
+    return tl.where(m, 1.0, b_beta), tl.where(m, b_beta, 1.0)
+
+
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
 def state_pass_kernel(
     q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
@@ -60,6 +68,7 @@ def state_pass_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr,
     USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+    SCALED: tl.constexpr,  # in reverse, delta: X is beta U, but for rows of a beta too small
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
@@ -179,11 +188,15 @@ def state_pass_kernel(
                     store_chunk(X, b_x.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
             if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
+                b_f = b_beta
+                if SCALED and USE_BETA:
+                    b_unit, b_f = shared_strength(b_beta, dtype)
+                    b_u *= b_unit[None, :]
                 if STORE:
                     store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
-                b_u = b_u * -b_beta[None, :]
                 if DECAY:
-                    b_u *= b_early[None, :]
+                    b_f *= b_early
+                b_u = b_u * -b_f[None, :]
             if KEY:
                 b_w = b_v
             elif DECAY:

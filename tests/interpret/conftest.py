@@ -54,17 +54,23 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bfloat16_dots():
-    """Triton 3.6.0's interpreter multiplies the bits of bfloat16 as integers; here they are widened first."""
+def bfloat16_arithmetic():
+    """Triton 3.6.0's interpreter multiplies and adds the bits of bfloat16 as integers; here they are widened first."""
     from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder
 
-    dot = InterpreterBuilder.create_dot
+    dot, add = InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd
 
-    def widened(self, a, b, *rest):
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, *rest)
+    def wide(self, *xs):
+        return (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in xs)
 
-    InterpreterBuilder.create_dot = widened
+    def widened_dot(self, a, b, *rest):
+        return dot(self, *wide(self, a, b), *rest)
+
+    def widened_add(self, a, b):
+        made = add(self, *wide(self, a, b))
+        return self.cast_impl(made, tl.bfloat16) if a.dtype.scalar == tl.bfloat16 else made
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd = widened_dot, widened_add
     yield
-    InterpreterBuilder.create_dot = dot
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd = dot, add

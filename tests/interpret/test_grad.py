@@ -1,12 +1,14 @@
 """The gradient kernel in Triton's interpreter, against the torch stage of the same name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk
 from chunkwise.engine.problem import Problem
-from chunkwise.engine.stages_triton import index, state_pass
+from chunkwise.engine.stages_triton import at_once, index, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_score import scores
 from chunkwise.spec import Gate, Rule, Streams
@@ -27,20 +29,24 @@ def slots(p: Problem, S: torch.Tensor, to) -> torch.Tensor:
 
 
 def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> dict:
-    """What the two scans leave to the gradient stage, made by the torch stages in float64."""
+    """What the two scans leave to the gradient stage, made by the torch stages in float64. U with its strength where the stage wants it."""
     plan = chunk.prepare(posed(double(x), p.gate, p.rule, C=p.C, cu=p.cu_seqlens), double(x))
     to = plan.c.layout
     ahead = plan.states(S0.double(), keep=True, query=False)
     back = plan.gradients(dST.double(), to.split(do.double(), torch.float64))
     join = lambda t: None if t is None else to.join(t, p.dtype)
-    return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(back.X))
+    U = back.X
+    if U is not None and at_once(p) and x.beta is not None:
+        beta = to.split(x.beta.double()[..., None], torch.float64)
+        U = U * torch.where(beta.abs() < (2**-10 if p.dtype == torch.float16 else 2**-40), 1.0, beta)
+    return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(U))
 
 
-def check(gate: Gate, rule: Rule, *, C=16, cu=None, poison=False, **sizes) -> None:
+def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, **sizes) -> None:
     """Every gradient against the torch plan in float64; honest is its own error in float32 (or a 16-bit result's rounding)."""
-    x = draw(gate, rule, **sizes)
+    x = change(draw(gate, rule, **sizes))
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    p = posed(x, gate, rule, C=C, cu=cu)
+    p = replace(posed(x, gate, rule, C=C, cu=cu), fixed=fixed)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
     made = scanned(p, x, do, S0, dST)
@@ -55,8 +61,8 @@ def check(gate: Gate, rule: Rule, *, C=16, cu=None, poison=False, **sizes) -> No
     plain, _ = chunk.backward(p, x, S0, None, do, dST)
     eps = torch.finfo(x.q.dtype).eps
     for name, a, b, t, given in zip(Streams._fields, got, plain, truth, x):
-        assert (a is None) == (given is None), name
-        if given is None:
+        assert (a is None) == (given is None or (fixed and name == "g")), name
+        if a is None:
             continue
         assert a.dtype == given.dtype and a.shape == given.shape, name
         size = t.norm()
@@ -107,3 +113,23 @@ def test_gradients_under_weak_and_strong_gates(gate, rule, strong, dtype):
 def test_gradients_of_an_erase_key_and_of_full_writes(gate, beta):
     check(gate, Rule.DELTA, B=1, H=1, n=2, erase=True, beta=beta)
     check(gate, Rule.DELTA, B=1, H=1, beta=beta)
+
+
+def faint(x: Streams) -> Streams:
+    """Among the strengths: none, some too small to divide by, one below zero."""
+    beta = x.beta.clone()
+    beta[:, ::3], beta[:, 1::7], beta[:, :, 0] = 0.0, 1e-5 if x.q.dtype == torch.float16 else 1e-30, -beta[:, :, 0]
+    return x._replace(beta=beta)
+
+
+@pytest.mark.parametrize("dtype, packed", [(torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR])
+def test_strengths_too_small_to_divide_by_have_their_gradient(gate, dtype, packed):
+    sizes = dict(T=40, cu=[0, 0, 17, 18, 18, 40]) if packed else dict(T=37)
+    check(gate, Rule.DELTA, dtype=dtype, B=1, H=1, n=3, change=faint, C=32, **sizes)
+
+
+@pytest.mark.parametrize("gate, rule", [(Gate.HEAD, Rule.ADD), (Gate.SCALAR, Rule.DELTA)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_that_is_a_constant_has_no_gradient(gate, rule, dtype):
+    check(gate, rule, dtype=dtype, B=1, H=1, C=32, fixed=True)
