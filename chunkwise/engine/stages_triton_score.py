@@ -86,7 +86,7 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
     near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, NK, dtype=torch.uint8, device=device)
     g, beta, table = dense(x.g, q), dense(x.beta, q), sets(p, device)
     read, made, last = [q, e, k, g], [T, M, qd, kd, kr], (chunks(at, q), table, near)
-    blocks, on = at.slots * p.HV, _on(p, x)
+    blocks, on = at.slots * p.HV, _on(p, x) | dict(IPT=solves(p))
     tma = c.tma and g.data_ptr() % 16 == 0 and can_describe(p, (q, sk), (k, sk), (e, sk))
     if tma:
         read = [described(t, d, p.C, c.BK) for t, d in zip(read, (sk, sk, sk, p.HV * p.K))]
@@ -94,13 +94,13 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
     launch(
         score_bounded_kernel, blocks, *read, beta, *last, *made, decay, sk, p.T, p.HV, p.scale, BK=c.BK, ERASE=x.e is not None,
         PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p),
-        IPT="parts" if solves(p) == "bf16x3" else solves(p), TMA=tma, **on, config=c,
+        TMA=tma, **on, config=c,
     )  # fmt: skip
     if pairs:
         c, n = config("score", p), group(blocks)
         launch(
             score_kernel, -(-blocks // n), q, e, k, g, beta, *last, T, M, sk, p.T, p.HV, p.scale, n, blocks,
-            BK=c.BK, IPT=solves(p), **on, config=c,
+            BK=c.BK, **on, config=c,
         )  # fmt: skip
     return kept, Decayed(M, qd, kd if delta else None, kr, decay, None if pairs else near)
 

@@ -117,7 +117,8 @@ def grad_kernel(
             b_B = tl.where(j < i, b_P, 0.0) * -b_f[:, None]
         b_B = b_B.to(TYPE)
         b_Bt = tl.trans(b_B)  # [j, i]
-        b_W = b_B + b_Bt  # one of them is 0
+        if not GRAD:
+            b_Bt += b_B  # one of them is 0
         b_f *= b_start
     b_start *= scale
     if GRAD:
@@ -142,8 +143,10 @@ def grad_kernel(
         if DELTA:
             b_x = tl.dot(b_D, b_S, input_precision=IP) * -b_f[:, None]
             if GRAD:
-                b_sums += 2.0 * tl.sum(b_k.to(tl.float32) * tl.dot(b_B, b_k, b_x, input_precision=IP), 1)
-            b_x = tl.dot(b_W, b_k, b_x, input_precision=IP)
+                b_x = tl.dot(b_B, b_k, b_x, input_precision=IP)  # R
+                b_kr = tl.sum(b_k.to(tl.float32) * b_x, 1)
+                b_sums += b_kr + b_kr  # once for R, once against what follows
+            b_x = tl.dot(b_Bt, b_k, b_x, input_precision=IP)
             b_x = tl.dot(b_At, b_q, b_x, input_precision=IP)
         else:
             b_x = tl.dot(b_At, b_q, input_precision=IP)
