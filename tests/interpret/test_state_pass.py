@@ -1,5 +1,7 @@
 """The inverse, the scan in both directions and the packed index against the torch plan, in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -179,3 +181,12 @@ def test_no_tokens_leave_the_state_as_it_was():
     S0 = torch.randn(2, SIZES["HV"], SIZES["K"], SIZES["V"])
     o, ST, _ = plan_triton.forward(asked(x, Gate.SCALAR, Rule.DELTA), x, S0, final=True, save=True)
     assert o.shape == x.v.shape and torch.equal(ST, S0)
+
+
+def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
+    x = streams(Gate.NONE, Rule.DELTA, torch.bfloat16, T=64, B=1)
+    p, exact = replace(asked(x, Gate.NONE, Rule.DELTA, C=64), dtype=torch.float32), {}
+    for way in ("ieee", "bf16x3"):
+        monkeypatch.setattr(stages_triton, "solves", lambda p, way=way: way)
+        exact[way] = stages_triton.inverse(p, x, stages_triton.index(p))
+    assert 0 < error(exact["bf16x3"], exact["ieee"].double()) < 2**-14
