@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
-WIDEST = 256  # key channels that the chunk kernels take
+WIDEST = 512  # key channels that the chunk kernels take
+WIDEST_FLOAT32 = 256  # and those of float32
 RECURRENT_WIDEST = 1024  # and the recurrent one
 TRITON = importlib.util.find_spec("triton") is not None
 RECURRENT_BELOW = 4  # tokens: up to so many go token by token; on a GPU without gradients
@@ -59,15 +60,14 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
         return None if cell.K <= RECURRENT_WIDEST else f"none for K={cell.K} above {RECURRENT_WIDEST} in this version"
-    if cell.dtype == torch.float16 and (cell.rule is Rule.DPLR or cell.gate is Gate.VALUE or cell.bonus or cell.before):
-        return f"none for {cell.dtype} with rule {cell.rule.value!r} and gate {cell.gate.value!r} that a GPU has proved"
     alone = cell.rule is Rule.DPLR or cell.bonus
     if cell.gate is Gate.VALUE and cell.rule is not Rule.ADD or alone and cell.gate not in (Gate.NONE, Gate.KEY):
         return f"none for rule {cell.rule.value!r}{' and a bonus' if cell.bonus else ''} with gate {cell.gate.value!r} in this version"
     if cell.before and cell.gate is Gate.KEY:
         return "none for gates per key and an erase key that reads before the token forgets in this version"
-    if cell.K > WIDEST:
-        return f"none for K={cell.K} above {WIDEST} in this version"
+    widest = WIDEST_FLOAT32 if cell.dtype == torch.float32 else WIDEST
+    if cell.K > widest:
+        return f"none for K={cell.K} above {widest} in {cell.dtype} in this version"
     return None
 
 

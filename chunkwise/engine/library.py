@@ -49,7 +49,7 @@ def resolve(
     """The plan, the problem and the streams that an operator's arguments stand for."""
     x, ways = Streams(*streams), PLANS[plan]()
     own = hasattr(ways, "chunk")  # kernels choose the chunk's length, and no row is too short for it
-    chunk = ways.chunk(x.q.dtype, chunk) if own else chunk
+    chunk = ways.chunk(x.q.dtype, x.q.shape[-1], chunk) if own else chunk
     p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, exact=own, scale=scale, precision=precision)
     return ways, p, x
 
@@ -104,7 +104,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     saved: tuple[int, ...] = (0,)
     if save and plan == "triton":
         n = PLANS[plan]().kept(switches[2], switches[3], x.u is not None)
-        return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, chunk)) if n else (0,))
+        return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, K, chunk)) if n else (0,))
     if save and plan in ("chunk", "mixed"):
         saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
     return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)

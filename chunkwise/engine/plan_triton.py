@@ -18,9 +18,9 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def chunk(dtype: torch.dtype, asked: int) -> int:
+def chunk(dtype: torch.dtype, K: int, asked: int) -> int:
     """Tokens of a chunk: as asked, or what the kernels' registers can hold. It does not depend on T, so neither do the compiled kernels."""
-    return 16 if dtype == torch.float32 else asked
+    return 16 if dtype == torch.float32 or K > 256 else asked
 
 
 def initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
@@ -31,8 +31,11 @@ def initial(p: Problem, S: Tensor | None, device: torch.device) -> Tensor:
 
 
 def kept(gate: str, rule: str, bonus: bool) -> int:
-    """How many [B, T, HV, C] the forward pass leaves to the backward: scores under gates per key, the delta rule's inverse."""
-    return 0 if _is_affine(rule, bonus) else (gate == Gate.KEY) + (rule == Rule.DELTA)
+    """How many [B, T, HV, C] the forward pass leaves to the backward: scores under gates per key, the delta rule's inverse, or what the
+    affine stage makes: M and, dplr, T, A and M_qw."""
+    if _is_affine(rule, bonus):
+        return 4 if rule == Rule.DPLR else 1
+    return (gate == Gate.KEY) + (rule == Rule.DELTA)
 
 
 def _is_affine(rule: str, bonus: bool) -> bool:
@@ -45,7 +48,7 @@ def scores_of(p: Problem, x: Streams, at: stages.Index, saved: Tensor | None) ->
     if _is_affine(p.rule, p.bonus):
         from .stages_triton_affine import affine
 
-        return None, affine(p, x, at)[0]
+        return affine(p, x, at, saved)[:2]
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
 
@@ -104,13 +107,13 @@ def backward(
         H, (p, x) = p.H, _spread(p, x)
         at, apart = stages.index(p), None
         decayed: stages.Decayed | None
+        if saved is None:
+            saved, _ = scores_of(p, x, at, None)
         if _is_affine(p.rule, p.bonus):
             from .stages_triton_affine import affine
 
-            decayed, apart = affine(p, x, at, keep=True)
+            saved, decayed, apart = affine(p, x, at, given(saved))
         else:
-            if saved is None:
-                saved, _ = scores_of(p, x, at, None)
             saved, decayed = scores_of(p, x, at, saved)
         T = _inverse(p, saved)
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)

@@ -19,6 +19,7 @@ from ..kernels.value import value_output_kernel
 from ..spec import Gate, Streams
 from . import stages_triton as stages
 from .launch import launch
+from .plan_triton import chunk
 from .problem import Problem, given
 from .stages_triton_grad import grads
 from .stages_triton_score import reach, scores, sets
@@ -29,6 +30,11 @@ def _turn(S: Tensor | None) -> Tensor | None:
     return None if S is None else S.mT
 
 
+def _chunked(p: Problem) -> Problem:
+    """Values are the dual's keys, whose channels decide how long a chunk is."""
+    return replace(p, C=chunk(p.dtype, max(p.K, p.V), p.C))
+
+
 def _dual(p: Problem, x: Streams, do: Tensor) -> tuple[Problem, Streams, Tensor]:
     """The problem of gates per key, its streams, and its output's gradient."""
     q, k = (t if p.H == p.HV else t.repeat_interleave(p.HV // p.H, 2) for t in (x.q, x.k))
@@ -37,6 +43,7 @@ def _dual(p: Problem, x: Streams, do: Tensor) -> tuple[Problem, Streams, Tensor]
 
 def forward(p: Problem, x: Streams, S0: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] and the last state [N, HV, K, V] if `final`."""
+    p = _chunked(p)
     at = stages.index(p)
     d, y, _ = _dual(p, x, x.v)
     unread = torch.empty(1, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device)
@@ -57,6 +64,7 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, final: bool) -> tuple[Ten
 
 def backward(p: Problem, x: Streams, S0: Tensor | None, do: Tensor, dST: Tensor | None) -> tuple[Streams, Tensor | None]:
     """Gradients of every stream, and of the initial state (fp32) if there is one."""
+    p = _chunked(p)
     at = stages.index(p)
     d, y, q = _dual(p, x, do)
     S0, dST = _turn(S0), _turn(dST)

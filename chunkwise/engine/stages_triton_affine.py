@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.affine import affine_kernel
+from ..kernels.affine import affine_kernel, affine_score_kernel
 from ..kernels.grad_pair import grad_pair_kernel
 from ..kernels.grad_reader import grad_reader_kernel, grad_writer_kernel
 from ..kernels.grad_reader_far import grad_reader_far_kernel
@@ -20,11 +21,13 @@ from .tune import config, padded
 
 
 class Apart(NamedTuple):
-    """What the gradients need of the affine stage besides the scan's operands; each [B, T, HV, C]."""
+    """What the gradients need of the affine stage besides the scan's operands."""
 
-    T: Tensor  # (I - M_rw)^-1
-    A: Tensor  # T M_rk
-    Mqw: Tensor
+    T: Tensor  # (I - M_rw)^-1 [B, T, HV, C]
+    A: Tensor  # T M_rk [B, T, HV, C]
+    Mqw: Tensor  # [B, T, HV, C]
+    near: Tensor  # [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
+    middle: Tensor  # [slots, HV, K] G at the middle, log2 units, fp32
 
 
 def _on(p: Problem, x: Streams) -> dict[str, object]:
@@ -43,34 +46,48 @@ def _keys(x: Streams) -> tuple[tuple[Tensor, ...], int, int]:
     return (q, k, a, b), sk, sa
 
 
-def affine(p: Problem, x: Streams, at: Index, *, keep: bool = False) -> tuple[Decayed, Apart | None]:
-    """Stage `affine`: what every chunk makes of the state it meets, and with `keep` what only the gradients need."""
+def affine(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tuple[Tensor, Decayed, Apart]:
+    """Stage `affine`: what can be kept, and what every chunk makes of the state it meets.
+
+    kept: from an earlier call; then only the operands are made, and what the gradients ask of every chunk.
+    """
     (q, k, a, b), sk, sa = _keys(x)
-    low_rank = p.rule is Rule.DPLR
+    g, table, low_rank, gated = dense(x.g, q), sets(p, q.device), p.rule is Rule.DPLR, p.gate is Gate.KEY
+    halves, bound, grid, on = gated and kept is not None, reach(p), at.slots * p.HV, _on(p, x)
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(p.B, p.T, p.HV, *shape, dtype=p.dtype, device=q.device)
+    places = (sk, sa, p.T, p.HV, p.scale)
 
-    M, qm, km = empty(p.C), empty(p.K), empty(p.K)
-    wm, bm = (empty(p.K), empty(p.K)) if low_rank else (q, q)
+    def keys() -> Tensor:
+        return torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=q.device)
+
+    if kept is None:
+        kept = torch.empty(4 if low_rank else 1, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=q.device)
+        near = (torch.zeros if bound is None else torch.empty)(at.slots, p.HV, dtype=torch.uint8, device=q.device) if gated else q
+        c = config("affine_score", p)
+        tma = c.tma and can_describe(p, (q, sk), (k, sk), (a, sa), (b, sa), (g, 8))
+        read = ((q, sk), (k, sk), (a, sa), (b, sa), (g, p.HV * p.K if gated else sk))
+        for far in (False,) if not gated else (True,) if bound is None else (False, True):
+            launch(
+                affine_score_kernel, grid, *(described(t, d, p.C, c.BK) if tma and not far else t for t, d in read),
+                dense(x.u, q), chunks(at, q), table, near, *kept, *[q] * (4 - len(kept)),
+                *places, BK=c.BK, FAR=far, LIMIT=bound or 0.0, IPT=solves(p), TMA=tma and not far, **on, config=c,
+            )  # fmt: skip
+    M, T, A, Mqw = kept if low_rank else (kept[0], q, q, q)
+    qm, km, wm, bm = keys(), keys(), keys() if low_rank else q, keys() if low_rank else q
+    c = replace(config("affine", p), BK=config("grad_reader", p).BK) if halves else config("affine", p)
+    NK = -(-p.K // c.BK)
     decay = torch.empty(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device)
-    apart = Apart(empty(p.C), empty(p.C), empty(p.C)) if keep and low_rank else None
-    bound, gated = reach(p) or 0.0, p.gate is Gate.KEY
-    near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=q.device) if gated and bound else q
-    c = config("affine", p)
-    for far in (False,) if not gated else (False, True) if bound else (True,):
-        launch(
-            affine_kernel, at.slots * p.HV,
-            q, k, a, b, dense(x.g, q), dense(x.u, q), chunks(at, q), sets(p, q.device), near, M, qm, wm, km, bm, decay,
-            *(apart or (q, q, q)), sk, sa, p.T, p.HV, p.scale,
-            BK=c.BK, KEEP=apart is not None, FAR=far, LIMIT=bound, IPT=solves(p), **_on(p, x), config=c,
-        )  # fmt: skip
-    return Decayed(M, qm, wm if low_rank else None, km, decay, None, bm if low_rank else None), apart
+    near, middle = (torch.empty(at.slots, p.HV, NK, dtype=torch.uint8, device=q.device), torch.empty_like(decay)) if halves else (q, decay)
+    launch(
+        affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, A, Mqw, qm, wm, km, bm, decay, near, middle,
+        *places, BK=c.BK, HALVES=halves, LIMIT=limit(p), **on, config=c,
+    )  # fmt: skip
+    return kept, Decayed(M, qm, wm if low_rank else None, km, decay, None, bm if low_rank else None), Apart(T, A, Mqw, near, middle)
 
 
 def grads(
     p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None, U: Tensor, decayed: Decayed,
-    apart: Apart | None,
+    apart: Apart,
 ) -> Streams:  # fmt: skip
     """Stage `grads`: gradients per value head; those of q, k, a, b in fp32 where value heads share them, u's per chunk.
 
@@ -93,9 +110,8 @@ def grads(
     x_, u_ = (given(X), U) if low_rank else (v, v)
     c = config("grad_pair", p)
     few = {n: on[n] for n in ("K", "C", "LOW_RANK", "PACKED", "IP")}
-    t, A, Mqw = apart or (q, q, q)
     launch(
-        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, A, Mqw, t, dS, *dM, met, dv,
+        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, apart.A, apart.Mqw, apart.T, dS, *dM, met, dv,
         sv, p.B * p.T, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, **few, config=c,
     )  # fmt: skip
@@ -103,32 +119,29 @@ def grads(
     da, db = (keys(a), keys(b)) if low_rank else (q, q)
     dg = empty(x.g.dtype, p.K) if gated and x.g is not None else q
     du = torch.zeros(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device) if p.bonus else q
-    near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=q.device) if gated else q
-    streams, shared = (q, k, a, b, dense(x.g, q), dense(x.u, q)), (chunks(at, q), sets(p, q.device), near)
-    places = (sk, sa, sv, p.B * p.T, p.T, p.HV)
-    part = dg if dg.dtype == torch.float32 or not gated else empty(torch.float32, p.K)
+    g, u, table = dense(x.g, q), dense(x.u, q), sets(p, q.device)
+    sizes, part = (sk, sa, sv, p.B * p.T, p.T, p.HV), dg if dg.dtype == torch.float32 or not gated else empty(torch.float32, p.K)
     c = config("grad_reader", p)
-    values, wide = [do, u_, v, x_], max(c.BV, padded(p.V)) if p.dtype != torch.float32 and p.V <= 128 else c.BV
-    states, pairs, tma = [S, dS], dM, wide >= p.V and c.tma and can_describe(p, (v, sv), (do, sv))
-    if tma:
-        values = [described(z, d, p.C, wide) for z, d in zip(values, (sv, p.HV * p.V if low_rank else sv) * 2)]
-        states = [descriptor(z, z.shape, z.stride(), [1, 1, wide, c.BK]) for z in states]
-        pairs = [described(z, p.HV * p.C, p.C, p.C) if z is not q else values[0] for z in dM]
-    both = dict(V=p.V, BK=c.BK, BV=wide, TMA=tma, **on)
-    launch(
-        grad_reader_kernel, grid, *streams, values[0], values[1], *shared, *pairs, met, states[0], dq, da, part, du, *places, p.scale,
-        LIMIT=limit(p), **both, config=c,
-    )  # fmt: skip
-    launch(
-        grad_writer_kernel, grid, *streams, values[2], values[3], *shared, *pairs, met, *states, dk, db, part, dg, *places, **both, config=c
-    )  # fmt: skip
+    wide = max(c.BV, padded(p.V)) if p.dtype != torch.float32 and p.V <= 128 else c.BV
+    tma = wide >= p.V and c.tma and can_describe(p)
+
+    def states_of(t: Tensor) -> Any:
+        return descriptor(t, t.shape, t.stride(), [1, 1, wide, c.BK]) if tma else t
+
+    out = (dq, da if low_rank else dq, part if gated else dq, dk, db if low_rank else dk, dg if gated else dk)
+    part = part if gated else q
+    dq_, da_, part_, dk_, db_, dg_ = (described(t, p.HV * p.K, p.C, c.BK) if tma else t for t in out)
+    streams = (q, k, a, b, g, u)
+    found = (chunks(at, q), table, apart.near, apart.middle, decayed.decay, *dM, met, states_of(S))
+    blocks, both = grid * -(-p.K // c.BK), dict(V=p.V, BK=c.BK, BV=wide, TMA=tma, **on)
+    launch(grad_reader_kernel, blocks, *streams, do, u_, *found, dq_, da_, part_, du, *sizes, p.scale, **both, config=c)
+    launch(grad_writer_kernel, blocks, *streams, v, x_, *found, states_of(dS), dk_, db_, part, dg_, *sizes, **both, config=c)
     if gated:
-        c = config("grad_reader_far", p)
-        on = {n: s for n, s in on.items() if n != "GATED"}
+        far = config("grad_reader_far", p)
+        on = {n: s for n, s in both.items() if n not in ("GATED", "TMA")} | dict(BK=far.BK, BV=far.BV, EACH=c.BK // far.BK)
         launch(
-            grad_reader_far_kernel, grid, *streams, do, v, x_, u_, *shared, *dM, met, S, dS, dq, dk, da, db, dg, du, *places, p.scale,
-            V=p.V, BK=c.BK, BV=c.BV, **on, config=c,
+            grad_reader_far_kernel, grid * -(-p.K // far.BK),
+            *streams, do, v, x_, u_, chunks(at, q), table, apart.near, *dM, met, S, dS, dq, dk, da, db, dg, du, *sizes, p.scale,
+            **on, config=far,
         )  # fmt: skip
-    return Streams(
-        dq, dk, dv, g=dg if gated else None, a=da if low_rank else None, b=db if low_rank else None, u=du if p.bonus else None
-    )
+    return Streams(dq, dk, dv, g=dg if gated else None, a=da if low_rank else None, b=db if low_rank else None, u=du if p.bonus else None)

@@ -98,7 +98,7 @@ def grads(
     if p.rule is Rule.DPLR or p.bonus:
         from .stages_triton_affine import grads as by_reader
 
-        d = by_reader(p, x, at, do, S=S, dS=dS, X=X, U=given(U), decayed=given(decayed), apart=apart)
+        d = by_reader(p, x, at, do, S=S, dS=dS, X=X, U=given(U), decayed=given(decayed), apart=given(apart))
     elif p.gate is Gate.KEY:
         from .stages_triton_score import grads as by_key
 

@@ -98,6 +98,8 @@ def _state_pass(p: Problem) -> Config:
     BK = padded(p.K)
     if p.dtype == torch.float32:
         return Config(BK, _value_block(p, 16), 8, 1)
+    if BK > 256:
+        return Config(BK, 16, 8, 1, tma=False)
     if not card().engine:  # operands lie in registers too
         narrow = BK > 128 or (p.rule is Rule.DELTA and card().arch.startswith("gfx"))
         return Config(BK, _value_block(p, 16 if narrow else 32), 4, 1)
@@ -109,17 +111,22 @@ def _state_pass(p: Problem) -> Config:
 def _fills(p: Problem, cost: int) -> bool:
     """Whether blocks of 128 x 128 of a state fit, with so many bytes of shared memory, and give three of four multiprocessors work.
 
-    Readers and writers of their own (dplr, a bonus, an erase key) need more memory than was measured, and keep the narrower blocks.
+    A bonus or an erase key needs more memory than was measured, and keeps the narrower blocks.
     """
-    if p.rule is Rule.DPLR or p.bonus or p.erase:
+    if p.bonus or p.erase and p.rule is Rule.DELTA:
         return False
     programs = p.N * p.HV * -(-p.V // 128)
     square = padded(p.K) == 128 and p.V > 64 and p.dtype != torch.float32
     return square and 4 * programs >= 3 * MULTIPROCESSORS and card().arch == "sm_90" and card().shared >= cost
 
 
+DPLR = Config(128, 128, 8, 2)  # of the scans, where _fills(p, 197000): 0.276, else 0.402
+
+
 # Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
 def _output(p: Problem) -> Config:
+    if p.rule is Rule.DPLR:
+        return DPLR if _fills(p, 197000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 189000):
         return Config(128, 128, 8, 3)  # 0.172, else 0.188; GLA 0.153, else 0.179
     if p.gate is Gate.KEY and _fills(p, 222000):
@@ -128,6 +135,8 @@ def _output(p: Problem) -> Config:
 
 
 def _states(p: Problem) -> Config:
+    if p.rule is Rule.DPLR:
+        return DPLR if _fills(p, 197000) else _state_pass(p)
     if p.gate is Gate.KEY:  # GLA at three stages 0.142, at two 0.177; KDA 0.286, 0.265
         return replace(_state_pass(p), num_stages=3) if p.rule is Rule.ADD and _fills(p, 115000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 115000):
@@ -136,6 +145,8 @@ def _states(p: Problem) -> Config:
 
 
 def _reverse(p: Problem) -> Config:
+    if p.rule is Rule.DPLR:
+        return DPLR if _fills(p, 197000) else _state_pass(p)
     if _fills(p, 222000):
         # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
         return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)
@@ -198,17 +209,32 @@ def _value_output(p: Problem) -> Config:
     return Config(*_block(p), 4, 1)
 
 
+def _affine_score(p: Problem) -> Config:
+    """Triton lays 8 warps along 64 rows where products follow each other, and half of them repeat the others'."""
+    if card().arch.startswith("sm_10"):  # Triton 3.6.0 stops there at sums over rows that the copy engine brought
+        return Config(*_block(p), 4, 1, tma=False)
+    return Config(*_block(p), 4, 2 if card().engine and p.dtype != torch.float32 else 1)  # 0.44 ms, at one stage 0.61
+
+
 def _affine(p: Problem) -> Config:
-    """Triton lays 8 warps along 64 rows where products follow each other, and half of them repeat the others': 1.79 ms, 4 warps 1.03."""
-    return Config(*_block(p), 4, 1)
+    return Config(*_block(p), 4, 1)  # 0.49 ms, with what the gradients ask 0.55
 
 
 def _grad_pair(p: Problem) -> Config:
-    return Config(*_block(p), 4, 2 if card().engine and p.dtype != torch.float32 else 1)
+    """All values at once where they fit: every matrix leaves its registers where it is made. Elsewhere few: unmeasured."""
+    BK, BV = _block(p)
+    if BV == 64:
+        return Config(BK, padded(p.V) if 64 < p.V <= 128 else BV, 4, 1)  # 0.57 ms
+    return Config(BK, 16, 4, 1)
 
 
 def _grad_reader(p: Problem) -> Config:
-    return Config(*_block(p), 4, 1)
+    return Config(*_block(p), 4, 1)  # readers 0.76, writers 1.07 ms; 32 channels: an illegal access
+
+
+def _grad_reader_far(p: Problem) -> Config:
+    BK, BV = _block(p)
+    return Config(min(32, BK), BV, 4, 1)
 
 
 def _block(p: Problem) -> tuple[int, int]:
@@ -278,10 +304,11 @@ RULES = {
     "score_bounded": _score_bounded,
     "decay": _decay,
     "value_output": _value_output,
+    "affine_score": _affine_score,
     "affine": _affine,
     "grad_pair": _grad_pair,
     "grad_reader": _grad_reader,
-    "grad_reader_far": _grad_reader,
+    "grad_reader_far": _grad_reader_far,
     "inverse": _inverse,
     "score": _score,
     "state_pass": _output,

@@ -6,9 +6,10 @@
     w~ = T (r e^G_);  q~ = q e^G + M_qw w~;  b = w e^(G_C - G);  k~ = k e^(G_C - G) + A' b
 
 A reader that reads before its own token forgets has G_ = G - g in G's place and meets only tokens before it: r always, q with a bonus.
+First the matrices of all tokens, then the operands, which need no pairs: the backward pass makes those again from matrices that were kept.
 Scores as in score.py and bounded.py: from the chunk's start where no channel has forgotten more than 2^LIMIT up to a row, else by halves;
-each row is decided by the gates up to it, so it hears nothing of later tokens, rounding included. A chunk that has rows of the second
-kind is left to a second launch, with FAR: what they need would cost the first one its registers.
+each row is decided by the gates up to it, so it hears nothing of later tokens, rounding included. Rows of the second kind are left to a
+second launch, with FAR.
 """
 
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets, meets
-from .tile import RCP_LN2, chunk_rows, load_rows, log2_gate
+from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate, mask2
 
 
 @triton.jit
@@ -32,18 +33,113 @@ def early(b_G, b_hi, b_lo, sets, o_c, C: tl.constexpr, EXACT: tl.constexpr, IPG:
     return b_E
 
 
+@triton.jit
+def near_scores(
+    q, k, a, b, g, sets, sk, sa, HV, row, L, o_c, i_b, i_h, i_a, i_hv, t,  # as affine_score_kernel; the chunk's sequence, heads and token
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr,
+    LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Products of all rows, and n, how many of the first have decays within reach; what the rows from n on get is zero."""
+    TYPE: tl.constexpr = k.dtype if TMA else k.dtype.element_ty
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    EXACT: tl.constexpr = (TYPE == tl.float32) or ((g.dtype if TMA else g.dtype.element_ty) == TYPE)
+    b_qk = tl.zeros([C, C], tl.float32)
+    b_qw = tl.zeros([C, C], tl.float32)
+    b_rk = tl.zeros([C, C], tl.float32)
+    b_rw = tl.zeros([C, C], tl.float32)
+    b_low = tl.zeros([C], tl.float32)  # the least G of each row
+    for i_k in range((K + BK - 1) // BK):
+        b_q = load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        if LOW_RANK:
+            b_r = load_chunk(a, row, sa, i_b, i_a, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+            b_w = load_chunk(b, row, sa, i_b, i_a, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        if GATED:
+            b_hi, b_lo = gate_parts(load_chunk(g, row, HV * K, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA), TYPE)
+            b_G = gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK]
+            b_low = tl.minimum(b_low, tl.min(b_G, 1))
+            b_I = tl.exp2(tl.minimum(-b_G, LIMIT))
+            if LOW_RANK or BONUS:
+                b_D = tl.exp2(early(b_G, b_hi, b_lo, sets, o_c, C, EXACT, IPG))
+            b_q = (b_q * (b_D if BONUS else tl.exp2(b_G))).to(TYPE)
+            b_k = (b_k * b_I).to(TYPE)
+            if LOW_RANK:
+                b_r = (b_r * b_D).to(TYPE)
+                b_w = (b_w * b_I).to(TYPE)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=IP)
+        if LOW_RANK:
+            b_rk = tl.dot(b_r, tl.trans(b_k), b_rk, input_precision=IP)
+            b_qw = tl.dot(b_q, tl.trans(b_w), b_qw, input_precision=IP)
+            b_rw = tl.dot(b_r, tl.trans(b_w), b_rw, input_precision=IP)
+    n = tl.min(tl.where(b_low >= -LIMIT, C, o_c), 0)  # NaN is out of reach
+    if GATED:
+        m_near = (o_c < n)[:, None]
+        b_qk = tl.where(m_near, b_qk, 0.0)
+        if LOW_RANK:
+            b_qw = tl.where(m_near, b_qw, 0.0)
+            b_rk = tl.where(m_near, b_rk, 0.0)
+            b_rw = tl.where(m_near, b_rw, 0.0)
+    return b_qk, b_qw, b_rk, b_rw, n
+
+
+@triton.jit
+def far_scores(
+    x, sx, y, sy, z, sz, g, sets, HV, row, L, o_c,  # token rows of a reader, of k and of w
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr,
+    EARLY: tl.constexpr,  # x reads before its token forgets, and does not meet it
+    IP: tl.constexpr, IPG: tl.constexpr,
+):  # fmt: skip
+    """x y' and (with TWO) x z' [C, C] of tokens that meet, with what decays between them, level by level."""
+    TYPE: tl.constexpr = x.dtype.element_ty
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    b_xy = tl.zeros([C, C], tl.float32)
+    b_xz = tl.zeros([C, C], tl.float32)
+    b_dy = tl.zeros([C], tl.float32)
+    b_dz = tl.zeros([C], tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_x = load_rows(x, row, sx, o_c, o_k, L, K, BK)  # [C, BK]
+        b_y = load_rows(y, row, sy, o_c, o_k, L, K, BK)  # [C, BK]
+        b_z = b_y
+        if TWO:
+            b_z = load_rows(z, row, sz, o_c, o_k, L, K, BK)  # [C, BK]
+        if not EARLY:
+            b_dy += tl.sum(b_x.to(tl.float32) * b_y.to(tl.float32), 1)
+            if TWO:
+                b_dz += tl.sum(b_x.to(tl.float32) * b_z.to(tl.float32), 1)
+        b_hi, b_lo = gate_parts(load_rows(g, row, HV * K, o_c, o_k, L, K, BK), TYPE)
+        for level in range(LEVELS):
+            o_row, o_col = meets(o_c, level)
+            m = o_row[:, None] == o_col[None, :]
+            b_D = tl.exp2(gate_sums(load_sets(sets, level, o_c, C), b_hi, b_lo, EXACT, IPG))  # [C, BK]
+            b_B = b_D
+            if EARLY:
+                b_B = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 3 + level, o_c, C), b_hi, b_lo, EXACT, IPG))
+            b_xx = (b_x * b_B).to(TYPE)
+            b_xy += tl.where(m, tl.dot(b_xx, tl.trans((b_y * b_D).to(TYPE)), input_precision=IP), 0.0)
+            if TWO:
+                b_xz += tl.where(m, tl.dot(b_xx, tl.trans((b_z * b_D).to(TYPE)), input_precision=IP), 0.0)
+    if not EARLY:
+        m = o_c[:, None] == o_c[None, :]
+        b_xy = tl.where(m, b_dy[:, None], b_xy)
+        b_xz = tl.where(m, b_dz[:, None], b_xz)
+    return b_xy, b_xz
+
+
 @triton.jit(do_not_specialize=["T", "HV"])
-def affine_kernel(
+def affine_score_kernel(
     q, k, a, b, g, u, chunks,  # q, k: token rows; a, b: token rows; g [B*T, HV, K]; u [HV, K]
-    sets, near,  # sets as in score.py, and those of readers before their token forgets behind them; near [slots, HV] uint8: not for FAR
-    M, qm, wm, km, bm, decay,  # M [B*T, HV, C]; q~, w~, k~, b [B*T, HV, K]; decay [slots, HV, K]
-    Tinv, A, Mqw,  # [B*T, HV, C], written with KEEP
+    sets,  # as in score.py, and those of readers before their token forgets behind them
+    near,  # [slots, HV] uint8: how many of a chunk's first rows are in reach; read with FAR, else written
+    M, Tinv, A, Mqw,  # [B*T, HV, C]; the last three only with LOW_RANK
     sk, sa, T, HV, scale,  # rows of q and k, of a and b are so far apart
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, GROUP_A: tl.constexpr,  # value heads that share q and k; a and b
-    GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, KEEP: tl.constexpr, FAR: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: by halves only
+    GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, FAR: tl.constexpr,
+    LIMIT: tl.constexpr,
     IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,  # of products; of sums of gates; of the fp32 products that make T
+    TMA: tl.constexpr,  # q, k, a, b, g are descriptors of [B, heads, T, columns], not pointers; never with FAR
 ):  # fmt: skip
     """One program a (chunk, value head)."""
     pid = tl.program_id(0)
@@ -52,148 +148,122 @@ def affine_kernel(
     row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
-    if FAR and LIMIT > 0:
-        if tl.load(near + i_slot * HV + i_hv) != 0:
+    if FAR:
+        n = tl.load(near + i_slot * HV + i_hv).to(tl.int32)
+        if n >= L:
             return
-    TYPE: tl.constexpr = k.dtype.element_ty
-    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    TYPE: tl.constexpr = M.dtype.element_ty
+    NC = tl.cdiv(T, C)
+    i_b = pid // HV // NC
+    t = (pid // HV - i_b * NC) * C
     o_c = tl.arange(0, C)
     i, j = o_c[:, None], o_c[None, :]
-    q += i_hv // GROUP * K
-    k += i_hv // GROUP * K
-    a += i_hv // GROUP_A * K
-    b += i_hv // GROUP_A * K
-    g += i_hv * K
+    i_h, i_a = i_hv // GROUP, i_hv // GROUP_A
+    if not TMA:
+        pq, pk, pa, pb, pg = q + i_h * K, k + i_h * K, a + i_a * K, b + i_a * K, g + i_hv * K
     o_h = (row + o_c) * HV + i_hv  # [C]
-    b_qk = tl.zeros([C, C], tl.float32)
-    b_qw = tl.zeros([C, C], tl.float32)
-    b_rk = tl.zeros([C, C], tl.float32)
-    b_rw = tl.zeros([C, C], tl.float32)
-    n = 0  # rows in reach
-    if LIMIT > 0 or not GATED:
-        b_low = tl.zeros([C], tl.float32)  # the least G of each row
-        for i_k in range((K + BK - 1) // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-            b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-            if LOW_RANK:
-                b_r = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-                b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-            if GATED:
-                b_hi, b_lo = gate_parts(load_rows(g, row, HV * K, o_c, o_k, L, K, BK), TYPE)
-                b_G = gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK]
-                b_low = tl.minimum(b_low, tl.min(b_G, 1))
-                b_D = tl.exp2(early(b_G, b_hi, b_lo, sets, o_c, C, EXACT, IPG))
-                b_I = tl.exp2(tl.minimum(-b_G, LIMIT))
-                b_q = (b_q * (b_D if BONUS else tl.exp2(b_G))).to(TYPE)
-                b_k = (b_k * b_I).to(TYPE)
-                if LOW_RANK:
-                    b_r = (b_r * b_D).to(TYPE)
-                    b_w = (b_w * b_I).to(TYPE)
-            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=IP)
-            if LOW_RANK:
-                b_rk = tl.dot(b_r, tl.trans(b_k), b_rk, input_precision=IP)
-                b_qw = tl.dot(b_q, tl.trans(b_w), b_qw, input_precision=IP)
-                b_rw = tl.dot(b_r, tl.trans(b_w), b_rw, input_precision=IP)
-        if GATED:
-            n = tl.min(tl.where(b_low >= -LIMIT, C, o_c), 0)  # NaN is out of reach
-            if not FAR:
-                tl.store(near + i_slot * HV + i_hv, (n >= L).to(tl.uint8))
-                if n < L:
-                    return
-    if FAR:
-        m_near = (o_c < n)[:, None]
-        b_qk = tl.where(m_near, b_qk, 0.0)
-        if LOW_RANK:
-            b_qw = tl.where(m_near, b_qw, 0.0)
-            b_rk = tl.where(m_near, b_rk, 0.0)
-            b_rw = tl.where(m_near, b_rw, 0.0)
-        b_dk = tl.zeros([C], tl.float32)
-        b_dw = tl.zeros([C], tl.float32)
-        for i_k in range(tl.cdiv(K, BK)):
-            o_k = i_k * BK + tl.arange(0, BK)
-            b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-            b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-            b_dk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            if LOW_RANK:
-                b_r = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-                b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-                b_dw += tl.sum(b_q.to(tl.float32) * b_w.to(tl.float32), 1)
-            b_hi, b_lo = gate_parts(load_rows(g, row, HV * K, o_c, o_k, L, K, BK), TYPE)
-            for level in range(LEVELS):
-                o_row, o_col = meets(o_c, level)
-                m = (o_row[:, None] == o_col[None, :]) & (o_c >= n)[:, None]
-                b_D = tl.exp2(gate_sums(load_sets(sets, level, o_c, C), b_hi, b_lo, EXACT, IPG))  # [C, BK]
-                b_B = b_D
-                if LOW_RANK or BONUS:
-                    b_B = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 3 + level, o_c, C), b_hi, b_lo, EXACT, IPG))
-                b_qx = (b_q * (b_B if BONUS else b_D)).to(TYPE)
-                b_y = tl.trans((b_k * b_D).to(TYPE))  # [BK, C]
-                b_qk += tl.where(m, tl.dot(b_qx, b_y, input_precision=IP), 0.0)
-                if LOW_RANK:
-                    b_rx = (b_r * b_B).to(TYPE)
-                    b_rk += tl.where(m, tl.dot(b_rx, b_y, input_precision=IP), 0.0)
-                    b_y = tl.trans((b_w * b_D).to(TYPE))  # [BK, C]
-                    b_qw += tl.where(m, tl.dot(b_qx, b_y, input_precision=IP), 0.0)
-                    b_rw += tl.where(m, tl.dot(b_rx, b_y, input_precision=IP), 0.0)
-        m = (i == j) & (o_c >= n)[:, None]
-        b_qk = tl.where(m, b_dk[:, None], b_qk)
-        if LOW_RANK:
-            b_qw = tl.where(m, b_dw[:, None], b_qw)
-
     o_M = o_h[:, None] * C + j
-    m_M = (o_c < L)[:, None]
+    if FAR:
+        m_M = ((o_c >= n) & (o_c < L))[:, None]
+        if LOW_RANK:
+            b_rk, b_rw = far_scores(pa, sa, pk, sk, pb, sa, pg, sets, HV, row, L, o_c, K, C, BK, True, True, IP, IPG)
+    else:
+        b_qk, b_qw, b_rk, b_rw, n = near_scores(
+            q, k, a, b, g, sets, sk, sa, HV, row, L, o_c, i_b, i_h, i_a, i_hv, t, K, C, BK, GATED, LOW_RANK, BONUS, LIMIT, IP, IPG, TMA
+        )
+        m_M = (o_c < tl.minimum(n, L))[:, None]
+        if GATED:
+            tl.store(near + i_slot * HV + i_hv, n.to(tl.uint8))
+    if LOW_RANK:
+        b_T = invert(tl.where(i > j, b_rw, 0.0), IPT).to(TYPE)  # [C, C]
+        tl.store(Tinv + o_M, b_T, mask=m_M)
+        b_A = tl.dot(b_T, tl.where(i > j, b_rk, 0.0).to(TYPE), input_precision=IP).to(TYPE)  # [C, C]
+        tl.store(A + o_M, b_A, mask=m_M)
+    if FAR:
+        b_qk, b_qw = far_scores(pq, sk, pk, sk, pb, sa, pg, sets, HV, row, L, o_c, K, C, BK, LOW_RANK, BONUS, IP, IPG)
     b_qk = tl.where((i > j) if BONUS else (i >= j), b_qk * scale, 0.0)
     if LOW_RANK:
         b_qw = tl.where(i >= j, b_qw * scale, 0.0).to(TYPE)
-        b_rk = tl.where(i > j, b_rk, 0.0).to(TYPE)
-        b_T = invert(tl.where(i > j, b_rw, 0.0), IPT).to(TYPE)  # [C, C]
-        b_A = tl.dot(b_T, b_rk, input_precision=IP).to(TYPE)  # [C, C]
+        tl.store(Mqw + o_M, b_qw, mask=m_M)
         b_qk = tl.dot(b_qw, b_A, b_qk, input_precision=IP)
-        if KEEP:
-            tl.store(Tinv + o_M, b_T, mask=m_M)
-            tl.store(A + o_M, b_A, mask=m_M)
-            tl.store(Mqw + o_M, b_qw, mask=m_M)
     if BONUS:
         b_met = tl.zeros([C], tl.float32)  # the bonus on a token's own pair
         for i_k in range((K + BK - 1) // BK):
             o_k = i_k * BK + tl.arange(0, BK)
             b_u = tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)  # [BK]
-            b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK).to(tl.float32)  # [C, BK]
-            b_met += tl.sum(load_rows(q, row, sk, o_c, o_k, L, K, BK) * b_k * b_u[None, :], 1)
+            b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA).to(tl.float32)  # [C, BK]
+            b_met += tl.sum(load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA) * b_k * b_u[None, :], 1)
         b_qk = tl.where(i == j, b_met[:, None] * scale, b_qk)
     tl.store(M + o_M, b_qk.to(TYPE), mask=m_M)
-    for i_k in range((K + BK - 1) // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        o_out = o_h[:, None] * K + o_k[None, :]
-        m_out = (o_c < L)[:, None] & (o_k < K)[None, :]
-        b_D = tl.full([C, BK], 1.0, tl.float32)
-        b_E = b_D
-        b_B = b_D
-        b_all = tl.zeros([BK], tl.float32)
-        if GATED:
-            b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
-            b_all = tl.sum(log2_gate(b_g), 0)
-            b_hi, b_lo = gate_parts(b_g, TYPE)
-            b_D = gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK]
-            b_B = tl.exp2(early(b_D, b_hi, b_lo, sets, o_c, C, EXACT, IPG))
-            b_D = tl.exp2(b_D)
-            b_E = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 2, o_c, C), b_hi, b_lo, EXACT, IPG))
-        tl.store(decay + (i_slot * HV + i_hv) * K + o_k, b_all, mask=o_k < K)
-        b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK) * (b_B if BONUS else b_D) * scale  # [C, BK]
-        b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK) * b_E  # [C, BK]
-        if LOW_RANK:
-            b_w = (load_rows(b, row, sa, o_c, o_k, L, K, BK) * b_E).to(TYPE)  # [C, BK]
-            tl.store(bm + o_out, b_w, mask=m_out)
-            # transposed: a computed matrix must not be a transposed left operand (Triton 3.6.0)
-            b_y = tl.dot(tl.trans(b_w), b_A, tl.trans(b_k), input_precision=IP)  # [BK, C]
-            o_t = o_h[None, :] * K + o_k[:, None]
-            tl.store(km + o_t, b_y.to(TYPE), mask=(o_c < L)[None, :] & (o_k < K)[:, None])
-            b_r = (load_rows(a, row, sa, o_c, o_k, L, K, BK) * b_B).to(TYPE)  # [C, BK]
-            b_r = tl.dot(b_T, b_r, input_precision=IP).to(TYPE)
-            tl.store(wm + o_out, b_r, mask=m_out)
-            b_q = tl.dot(b_qw, b_r, b_q, input_precision=IP)
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def affine_kernel(
+    q, k, a, b, g, chunks, sets, Tinv, A, Mqw,  # as affine_score_kernel
+    qm, wm, km, bm, decay,  # q~, w~, k~, b [B*T, HV, K]; decay [slots, HV, K]: G_C
+    near, middle,  # with HALVES: [slots, HV, NK] uint8, whether both halves of a chunk are in reach; [slots, HV, K] what its first forgets
+    sk, sa, T, HV, scale,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
+    GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr,
+    HALVES: tl.constexpr,  # what the gradients ask of the chunk
+    LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, value head, block of keys)."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    i_k = pid % NK
+    i_slot = (pid // NK // HV).to(tl.int64)
+    i_hv = pid // NK % HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    if L <= 0:
+        return
+    TYPE: tl.constexpr = k.dtype.element_ty
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
+    o_c, o_k = tl.arange(0, C), i_k * BK + tl.arange(0, BK)
+    m_k = o_k < K
+    o_h = (row + o_c) * HV + i_hv  # [C]
+    o_out = o_h[:, None] * K + o_k[None, :]
+    m_out = mask2(o_c < L, o_k, K, BK)
+    # all that is read, before anything is computed: what waits for memory waits once
+    if GATED:
+        b_g = load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
+    b_q = load_rows(q + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_k = load_rows(k + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    if LOW_RANK:
+        b_r = load_rows(a + i_hv // GROUP_A * K, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+        b_w = load_rows(b + i_hv // GROUP_A * K, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+        b_A = load_rows(A + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+        b_T = load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+        b_qw = load_rows(Mqw + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+    b_q = b_q.to(tl.float32) * scale
+    b_all = tl.zeros([BK], tl.float32)
+    if GATED:
+        b_all = tl.sum(log2_gate(b_g), 0)
+        if HALVES:
+            b_half = tl.sum(tl.where(o_c[:, None] < C // 2, log2_gate(b_g), 0.0), 0)  # [BK]
+            ok = tl.min(tl.minimum(b_half, b_all - b_half), 0) >= -LIMIT  # NaN is not near
+            tl.store(near + (i_slot * HV + i_hv) * NK + i_k, ok.to(tl.uint8))
+            tl.store(middle + (i_slot * HV + i_hv) * K + o_k, b_half, mask=m_k)
+        b_hi, b_lo = gate_parts(b_g, TYPE)
+        b_G = gate_sums(load_sets(sets, 2 * LEVELS + 1, o_c, C), b_hi, b_lo, EXACT, IPG)  # [C, BK]
+        if LOW_RANK or BONUS:
+            b_B = tl.exp2(early(b_G, b_hi, b_lo, sets, o_c, C, EXACT, IPG))
+        b_q *= b_B if BONUS else tl.exp2(b_G)
+        if g.dtype.element_ty == tl.bfloat16:  # sums without rounding errors that matter to 8 bits
+            b_E = tl.exp2(tl.sum(tl.where(o_c[:, None] == C - 1, b_G, 0.0), 0)[None, :] - b_G)
         else:
-            tl.store(km + o_out, b_k.to(TYPE), mask=m_out)
-        tl.store(qm + o_out, b_q.to(TYPE), mask=m_out)
+            b_E = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 2, o_c, C), b_hi, b_lo, EXACT, IPG))
+        b_k = b_k * b_E
+    tl.store(decay + (i_slot * HV + i_hv) * K + o_k, b_all, mask=m_k)
+    if LOW_RANK:
+        if GATED:
+            b_r = (b_r * b_B).to(TYPE)
+            b_w = (b_w * b_E).to(TYPE)
+        tl.store(bm + o_out, b_w, mask=m_out)
+        b_k = tl.dot(tl.trans(b_A), b_w, b_k.to(tl.float32), input_precision=IP)
+        b_r = tl.dot(b_T, b_r, input_precision=IP).to(TYPE)
+        tl.store(wm + o_out, b_r, mask=m_out)
+        b_q = tl.dot(b_qw, b_r, b_q, input_precision=IP)
+    tl.store(km + o_out, b_k.to(TYPE), mask=m_out)
+    tl.store(qm + o_out, b_q.to(TYPE), mask=m_out)

@@ -14,7 +14,17 @@ The pairs of q at j = i, which no decay lies between, are kept apart as `met`: t
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, load_rows
+from .tile import chunk_rows, load_rows, mask2
+
+
+@triton.jit
+def store_pairs(dM, met, b_M, scale, o_h, o_c, L, C: tl.constexpr, MET: tl.constexpr):
+    """The strict lower triangle of scale * b_M [C, C] in the operands' dtype, and (with MET) its diagonal."""
+    i, j = o_c[:, None], o_c[None, :]
+    b_M *= scale
+    if MET:
+        tl.store(met + o_h, tl.sum(tl.where(i == j, b_M, 0.0), 1), mask=o_c < L)
+    tl.store(dM + o_h[:, None] * C + j, tl.where(i > j, b_M, 0.0).to(dM.dtype.element_ty), mask=(o_c < L)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "T", "HV"])
@@ -34,51 +44,60 @@ def grad_pair_kernel(
     if L <= 0:
         return
     TYPE: tl.constexpr = v.dtype.element_ty
+    NV: tl.constexpr = (V + BV - 1) // BV  # 1: every matrix is stored where it is made, and leaves its registers
     do += i_hv * V
     v += i_hv * V
     X += i_hv * V
     U += i_hv * V
     dS += (i_slot * HV + i_hv) * V * K
     o_c = tl.arange(0, C)
-    i, j = o_c[:, None], o_c[None, :]
     o_h = (row + o_c) * HV + i_hv  # [C]
+    met_w = met + rows.to(tl.int64) * HV
     b_qk = tl.zeros([C, C], tl.float32)
     b_qw = tl.zeros([C, C], tl.float32)
     b_rk = tl.zeros([C, C], tl.float32)
     b_rw = tl.zeros([C, C], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
+    m_c = o_c < L
+    for i_v in range(NV):
         o_v = i_v * BV + tl.arange(0, BV)
-        m_v = (o_c < L)[:, None] & (o_v < V)[None, :]
+        m_v = mask2(m_c, o_v, V, BV)
         o_out = o_c[:, None] * (HV * V) + o_v[None, :]
         b_do = load_rows(do, row, sv, o_c, o_v, L, V, BV)  # [C, BV]
         b_v = load_rows(v, row, sv, o_c, o_v, L, V, BV)  # [C, BV]
+        if LOW_RANK:  # all that is read, before anything is computed: what waits for memory waits once
+            b_A = load_rows(A + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+            b_x = load_rows(X, row, HV * V, o_c, o_v, L, V, BV)  # [C, BV]
+            b_u = load_rows(U, row, HV * V, o_c, o_v, L, V, BV)  # [C, BV]
+            b_mw = load_rows(Mqw + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+            b_T = load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+            b_M = load_rows(M + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
         b_qk = tl.dot(b_do, tl.trans(b_v), b_qk, input_precision=IP)
+        if NV == 1:
+            store_pairs(dMqk, met, b_qk, scale, o_h, o_c, L, C, True)
         if LOW_RANK:
-            b_x = load_rows(X, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)
-            b_x = tl.dot(load_rows(A + i_hv * C, row, HV * C, o_c, o_c, L, C, C), b_v, b_x, input_precision=IP).to(TYPE)  # [C, BV]
+            b_x = tl.dot(b_A, b_v, b_x.to(tl.float32), input_precision=IP).to(TYPE)
             tl.store(X + row * (HV * V) + o_out, b_x, mask=m_v)
-            b_u = load_rows(U, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)
-            b_m = tl.trans(load_rows(Mqw + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
-            b_u = tl.dot(b_m, b_do, b_u, input_precision=IP).to(TYPE)  # [C, BV]
-            b_m = tl.trans(load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
-            b_u = tl.dot(b_m, b_u, input_precision=IP).to(TYPE)  # [C, BV]
-            tl.store(U + row * (HV * V) + o_out, b_u, mask=m_v)
             b_qw = tl.dot(b_do, tl.trans(b_x), b_qw, input_precision=IP)
+            if NV == 1:
+                store_pairs(dMqw, met_w, b_qw, scale, o_h, o_c, L, C, True)
+            b_u = tl.dot(tl.trans(b_mw), b_do, b_u.to(tl.float32), input_precision=IP).to(TYPE)
+            b_u = tl.dot(tl.trans(b_T), b_u, input_precision=IP).to(TYPE)
+            tl.store(U + row * (HV * V) + o_out, b_u, mask=m_v)
             b_rk = tl.dot(b_u, tl.trans(b_v), b_rk, input_precision=IP)
+            if NV == 1:
+                store_pairs(dMrk, met, b_rk, 1.0, o_h, o_c, L, C, False)
             b_rw = tl.dot(b_u, tl.trans(b_x), b_rw, input_precision=IP)
-            b_m = tl.trans(load_rows(M + i_hv * C, row, HV * C, o_c, o_c, L, C, C))  # [C, C]
-            b_dv = tl.dot(b_m, b_do, input_precision=IP)  # [C, BV]
+            if NV == 1:
+                store_pairs(dMrw, met, b_rw, 1.0, o_h, o_c, L, C, False)
+            b_dv = tl.dot(tl.trans(b_M), b_do, input_precision=IP)  # [C, BV]
             for i_k in range((K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
                 b_k = load_rows(km + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
                 b_dv = tl.dot(b_k, tl.trans(load_rows(dS, 0, K, o_v, o_k, V, K, BK)), b_dv, input_precision=IP)
             tl.store(dv + o_h[:, None] * V + o_v[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
-    o_M = o_h[:, None] * C + j
-    m_M = (o_c < L)[:, None]
-    tl.store(dMqk + o_M, tl.where(i > j, b_qk * scale, 0.0).to(TYPE), mask=m_M)
-    tl.store(met + o_h, tl.sum(tl.where(i == j, b_qk * scale, 0.0), 1), mask=o_c < L)
-    if LOW_RANK:
-        tl.store(met + rows.to(tl.int64) * HV + o_h, tl.sum(tl.where(i == j, b_qw * scale, 0.0), 1), mask=o_c < L)
-        tl.store(dMqw + o_M, tl.where(i > j, b_qw * scale, 0.0).to(TYPE), mask=m_M)
-        tl.store(dMrk + o_M, tl.where(i > j, b_rk, 0.0).to(TYPE), mask=m_M)
-        tl.store(dMrw + o_M, tl.where(i > j, b_rw, 0.0).to(TYPE), mask=m_M)
+    if NV > 1:
+        store_pairs(dMqk, met, b_qk, scale, o_h, o_c, L, C, True)
+        if LOW_RANK:
+            store_pairs(dMqw, met_w, b_qw, scale, o_h, o_c, L, C, True)
+            store_pairs(dMrk, met, b_rk, 1.0, o_h, o_c, L, C, False)
+            store_pairs(dMrw, met, b_rw, 1.0, o_h, o_c, L, C, False)

@@ -7,21 +7,72 @@ does not decay and is kept apart.
 import triton
 import triton.language as tl
 
-from .affine import early
-from .grad_reader import from_states, passed
+from .grad_reader import from_state, passed
 from .score import gate_parts, gate_sums, load_sets, meets
-from .tile import chunk_rows, load_rows, log2_gate
+from .tile import chunk_rows, load_rows, log2_gate, mask2
 
 
 @triton.jit
-def met_by(b_one, b_other, b_y, b_z, m, TWO: tl.constexpr, TURNED: tl.constexpr, IP: tl.constexpr):
-    """What pairs m of b_one [C, C] hand on from y, and (with TWO) those of b_other from z; TURNED: matrices transposed. [C, BK]"""
-    b_M = tl.where(m, b_one, 0.0).to(b_y.dtype)
+def met_by(dM, dN, b_y, b_z, row, HV, L, o_c, m, C: tl.constexpr, TWO: tl.constexpr, TURNED: tl.constexpr, IP: tl.constexpr):
+    """What pairs m of dM hand on from y, and (with TWO) those of dN from z; TURNED: matrices transposed. [C, BK]"""
+    b_M = tl.where(m, load_rows(dM, row, HV * C, o_c, o_c, L, C, C), 0.0).to(b_y.dtype)  # [C, C]
     b_out = tl.dot(tl.trans(b_M) if TURNED else b_M, b_y, input_precision=IP)
     if TWO:
-        b_M = tl.where(m, b_other, 0.0).to(b_y.dtype)
+        b_M = tl.where(m, load_rows(dN, row, HV * C, o_c, o_c, L, C, C), 0.0).to(b_y.dtype)
         b_out = tl.dot(tl.trans(b_M) if TURNED else b_M, b_z, b_out, input_precision=IP)
     return b_out
+
+
+@triton.jit
+def far_reader(
+    b_x, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dM, dN, row, HV, L, o_c,  # dM, dN: pairs with k and with w
+    C: tl.constexpr, TWO: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
+):  # fmt: skip
+    """A reader's gradient [C, BK] from the state's, b_dx, and from pairs; and b_dg with its part of the gate's."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    b_R = load_sets(sets, 3 * LEVELS + 3 if EARLY else 2 * LEVELS + 1, o_c, C)
+    b_dx *= tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
+    b_dg = tl.dot(tl.trans(b_R), (b_x * b_dx).to(TYPE), b_dg, input_precision=IPG)
+    for level in range(LEVELS):
+        o_row, o_col = meets(o_c, level)
+        m = o_row[:, None] == o_col[None, :]
+        b_R = load_sets(sets, level, o_c, C)
+        b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))  # [C, BK]
+        b_z = met_by(dM, dN, (b_k * b_D).to(TYPE), (b_w * b_D).to(TYPE), row, HV, L, o_c, m, C, TWO, False, IP)
+        if EARLY:
+            b_R = load_sets(sets, 2 * LEVELS + 3 + level, o_c, C)
+            b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
+        b_dx += b_D * b_z
+        b_z *= (b_x * b_D).to(TYPE)
+        b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
+    return b_dx, b_dg
+
+
+@triton.jit
+def far_writer(
+    b_y, b_q, b_r, b_dy, b_dg, b_hi, b_lo, sets, dM, dN, row, HV, L, o_c,  # dM, dN: pairs with q and with r
+    C: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, IP: tl.constexpr,
+    IPG: tl.constexpr,
+):  # fmt: skip
+    """The same of a writer."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    b_R = load_sets(sets, 2 * LEVELS + 2, o_c, C)
+    b_dy *= tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
+    b_dg = tl.dot(tl.trans(b_R), (b_y * b_dy).to(TYPE), b_dg, input_precision=IPG)
+    for level in range(LEVELS):
+        o_row, o_col = meets(o_c, level)
+        m = o_row[:, None] == o_col[None, :]
+        b_R = load_sets(sets, level, o_c, C)
+        b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))  # [C, BK]
+        b_B = b_D
+        if LOW_RANK or BONUS:
+            b_B = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 3 + level, o_c, C), b_hi, b_lo, EXACT, IPG))
+        b_qx = (b_q * (b_B if BONUS else b_D)).to(TYPE)
+        b_z = met_by(dM, dN, b_qx, (b_r * b_B).to(TYPE), row, HV, L, o_c, m, C, LOW_RANK, True, IP)
+        b_dy += b_D * b_z
+        b_z *= (b_y * b_D).to(TYPE)
+        b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
+    return b_dy, b_dg
 
 
 @triton.jit(do_not_specialize=["rows", "T", "HV"])
@@ -30,20 +81,25 @@ def grad_reader_far_kernel(
     sets, near, dMqk, dMqw, dMrk, dMrw, met, S, dS,
     dq, dk, da, db, dg, du,
     sk, sa, sv, rows, T, HV, scale,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EACH: tl.constexpr,  # blocks of keys to one of near
+    GROUP: tl.constexpr, GROUP_A: tl.constexpr,
     LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head)."""
+    """One program a (chunk, value head, block of keys): the gradients one after the other, each level by level."""
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    NK: tl.constexpr = (BLOCKS + EACH - 1) // EACH
     pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
+    i_k = pid % BLOCKS
+    o_k = i_k * BK + tl.arange(0, BK)
+    i_slot = (pid // BLOCKS // HV).to(tl.int64)
+    i_hv = pid // BLOCKS % HV
     row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
-    if tl.load(near + i_slot * HV + i_hv) != 0:
+    if tl.load(near + (i_slot * HV + i_hv) * NK + i_k // EACH) != 0:
         return
     TYPE: tl.constexpr = k.dtype.element_ty
-    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
     q += i_hv // GROUP * K
     k += i_hv // GROUP * K
@@ -63,85 +119,45 @@ def grad_reader_far_kernel(
     o_c = tl.arange(0, C)
     m_c = o_c < L
     out = (row * HV + i_hv) * K
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        o_out = o_c[:, None] * (HV * K) + o_k[None, :]
-        m_out = m_c[:, None] & (o_k < K)[None, :]
-        b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
-        b_hi, b_lo = gate_parts(b_g, TYPE)
-        b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-        b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
-        b_r, b_w = b_q, b_k
-        if LOW_RANK:
-            b_r = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-            b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
-        b_dq, b_dr = from_states(do, U, S, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
-        b_dk, b_dw = from_states(v, X, dS, row, sv, HV * V, o_c, o_k, L, K, V, C, BK, BV, LOW_RANK, IP)
-        b_dg = tl.zeros([C, BK], tl.float32) + (passed(S, dS, o_k, K, V, BK, BV) * tl.exp2(tl.sum(log2_gate(b_g), 0)))[None, :]
-
-        b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)
-        b_G = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK]
-        b_B = tl.exp2(early(b_G, b_hi, b_lo, sets, o_c, C, EXACT, IPG))
-        b_D = tl.exp2(b_G)
-        b_dq *= scale * (b_B if BONUS else b_D)
-        b_Rr = load_sets(sets, 3 * LEVELS + 3, o_c, C)
-        b_dg = tl.dot(tl.trans(b_Rr if BONUS else b_R), (b_q * b_dq).to(TYPE), b_dg, input_precision=IPG)
-        if LOW_RANK:
-            b_dr *= b_B
-            b_dg = tl.dot(tl.trans(b_Rr), (b_r * b_dr).to(TYPE), b_dg, input_precision=IPG)
-        b_R = load_sets(sets, 2 * LEVELS + 2, o_c, C)
-        b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
-        b_dk *= b_D
-        b_z = b_k * b_dk
-        if LOW_RANK:
-            b_dw *= b_D
-            b_z += b_w * b_dw
-        b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
-        for level in range(LEVELS):
-            b_R = load_sets(sets, level, o_c, C)
-            b_Rr = load_sets(sets, 2 * LEVELS + 3 + level, o_c, C)
-            b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
-            b_B = tl.exp2(gate_sums(b_Rr, b_hi, b_lo, EXACT, IPG))
-            o_row, o_col = meets(o_c, level)
-            m = o_row[:, None] == o_col[None, :]
-            b_qk = load_rows(dMqk, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
-            b_qw, b_rk, b_rw = b_qk, b_qk, b_qk
-            if LOW_RANK:
-                b_qw = load_rows(dMqw, row, HV * C, o_c, o_c, L, C, C)
-                b_rk = load_rows(dMrk, row, HV * C, o_c, o_c, L, C, C)
-                b_rw = load_rows(dMrw, row, HV * C, o_c, o_c, L, C, C)
-            b_Dq = b_B if BONUS else b_D
-            b_qx, b_rx = (b_q * b_Dq).to(TYPE), (b_r * b_B).to(TYPE)
-            b_ky, b_wy = (b_k * b_D).to(TYPE), (b_w * b_D).to(TYPE)
-            b_x = met_by(b_qk, b_qw, b_ky, b_wy, m, LOW_RANK, False, IP)
-            b_dq += b_Dq * b_x
-            b_z = b_qx * b_x
-            if BONUS:
-                b_dg = tl.dot(tl.trans(b_Rr), b_z.to(TYPE), b_dg, input_precision=IPG)
-                b_z = tl.zeros([C, BK], tl.float32)
-            b_x = met_by(b_qk, b_rk, b_qx, b_rx, m, LOW_RANK, True, IP)
-            b_dk += b_D * b_x
-            b_z += b_ky * b_x
-            if LOW_RANK:
-                b_x = met_by(b_qw, b_rw, b_qx, b_rx, m, True, True, IP)
-                b_dw += b_D * b_x
-                b_z += b_wy * b_x
-                b_x = met_by(b_rk, b_rw, b_ky, b_wy, m, True, False, IP)
-                b_dr += b_B * b_x
-                b_dg = tl.dot(tl.trans(b_Rr), (b_rx * b_x).to(TYPE), b_dg, input_precision=IPG)
-            b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
-        b_met = tl.load(met + (row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]  # [C, 1]
-        if BONUS:
-            tl.store(du + (i_slot * HV + i_hv) * K + o_k, tl.sum(b_met * (b_q.to(tl.float32) * b_k.to(tl.float32)), 0), mask=o_k < K)
-            b_met = b_met * tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-        b_dq += b_met * b_k
-        b_dk += b_met * b_q
-        if LOW_RANK:
-            b_met = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]
-            b_dq += b_met * b_w
-            b_dw += b_met * b_q
-            tl.store(da + out + o_out, b_dr.to(da.dtype.element_ty), mask=m_out)
-            tl.store(db + out + o_out, b_dw.to(db.dtype.element_ty), mask=m_out)
-        tl.store(dq + out + o_out, b_dq.to(dq.dtype.element_ty), mask=m_out)
-        tl.store(dk + out + o_out, b_dk.to(dk.dtype.element_ty), mask=m_out)
-        tl.store(dg + out + o_out, b_dg.to(dg.dtype.element_ty), mask=m_out)
+    o_out = o_c[:, None] * (HV * K) + o_k[None, :]
+    m_out = mask2(m_c, o_k, K, BK)
+    b_g = load_rows(g, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
+    b_hi, b_lo = gate_parts(b_g, TYPE)
+    b_dg = tl.zeros([C, BK], tl.float32) + (passed(S, dS, o_k, K, V, BK, BV) * tl.exp2(tl.sum(log2_gate(b_g), 0)))[None, :]
+    b_q = load_rows(q, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_k = load_rows(k, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_r, b_w = b_q, b_k
+    if LOW_RANK:
+        b_r = load_rows(a, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+        b_w = load_rows(b, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
+    b_met = tl.load(met + (row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]  # [C, 1]
+    if BONUS:
+        tl.store(du + (i_slot * HV + i_hv) * K + o_k, tl.sum(b_met * (b_q.to(tl.float32) * b_k.to(tl.float32)), 0), mask=o_k < K)
+        b_met = b_met * tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
+    if LOW_RANK:
+        b_met_w = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]  # [C, 1]
+    b_dx = from_state(do, S, row, sv, o_c, o_k, L, K, V, C, BK, BV, IP) * scale
+    b_dx, b_dg = far_reader(
+        b_q, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMqw, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+    )
+    b_dx += b_met * b_k
+    if LOW_RANK:
+        b_dx += b_met_w * b_w
+    tl.store(dq + out + o_out, b_dx.to(dq.dtype.element_ty), mask=m_out)
+    b_dx = from_state(v, dS, row, sv, o_c, o_k, L, K, V, C, BK, BV, IP)
+    b_dx, b_dg = far_writer(
+        b_k, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMrk, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+    )
+    tl.store(dk + out + o_out, (b_dx + b_met * b_q).to(dk.dtype.element_ty), mask=m_out)
+    if LOW_RANK:
+        b_dx = from_state(U, S, row, HV * V, o_c, o_k, L, K, V, C, BK, BV, IP)
+        b_dx, b_dg = far_reader(
+            b_r, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMrk, dMrw, row, HV, L, o_c, C, True, True, EXACT, TYPE, IP, IPG
+        )
+        tl.store(da + out + o_out, b_dx.to(da.dtype.element_ty), mask=m_out)
+        b_dx = from_state(X, dS, row, HV * V, o_c, o_k, L, K, V, C, BK, BV, IP)
+        b_dx, b_dg = far_writer(
+            b_w, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqw, dMrw, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+        )
+        tl.store(db + out + o_out, (b_dx + b_met_w * b_q).to(db.dtype.element_ty), mask=m_out)
+    tl.store(dg + out + o_out, b_dg.to(dg.dtype.element_ty), mask=m_out)

@@ -21,8 +21,10 @@ CASES = {
     "gates that forget everything": dict(T=20, B=1, H=1, strong=1e5),
     "weak gates": dict(T=40, B=1, H=1, strong=0.02),
     "odd sizes": dict(B=1, H=1, T=66, K=72, V=20, C=64),
+    "more channels than 256": dict(B=1, H=1, T=20, K=300, V=20),
     "bfloat16": dict(T=40, B=1, H=1, dtype=torch.bfloat16, C=32),
     "bfloat16, strong": dict(T=40, B=1, H=1, strong=8.0, dtype=torch.bfloat16, C=32),
+    "bfloat16, strong, fewer channels than a block": dict(T=20, B=1, H=2, K=32, strong=8.0, dtype=torch.bfloat16, C=64),
     "float16, descriptors": dict(T=40, B=1, H=1, K=24, V=40, dtype=torch.float16, C=32),
 }
 
@@ -71,11 +73,11 @@ def test_chunks_hear_nothing_of_later_tokens(cell, strong):
     at, sizes = 20, dict(T=32, B=1, H=1, K=20, dtype=torch.bfloat16, bonus=cell == "bonus")
     x = draw(*GATED[cell], strong=strong, **sizes)
     p = posed(x, *GATED[cell], C=32)
-    made = affine(p, x, index(p))[0]
+    made = affine(p, x, index(p))[1]
     for later in (0.02, 3.0, 100.0):
         other = draw(*GATED[cell], strong=later, seed=1, **sizes)
         mixed = (a if a is None or a.ndim < 3 else torch.cat((a[:, :at], b[:, at:]), 1) for a, b in zip(x, other))
-        again = affine(p, Streams(*mixed), index(p))[0]
+        again = affine(p, Streams(*mixed), index(p))[1]
         for name in ("M", "qd", "kd"):
             a, b = getattr(made, name), getattr(again, name)
             assert a is None or torch.equal(a[:, :at], b[:, :at]), name
@@ -88,7 +90,7 @@ def test_every_share_of_rows_in_reach_gives_the_same(cell, monkeypatch):
     sums = x.g.cumsum(1).abs().amax((0, 2, 3)) * 1.4427  # log2 units
     for value in (None, *(float(sums[i]) * 1.001 for i in (0, 5, 14, 15))):
         monkeypatch.setattr(stages_triton_affine, "reach", lambda p, value=value: value)
-        made.append(affine(p, x, index(p))[0])
+        made.append(affine(p, x, index(p))[1])
     for other in made[1:]:
         for a, b in zip(made[0], other):
             if a is not None:
