@@ -24,7 +24,7 @@ CASES = {
     "more channels than 256": dict(B=1, H=1, T=20, K=300, V=20),
     "bfloat16": dict(T=40, B=1, H=1, dtype=torch.bfloat16, C=32),
     "bfloat16, strong": dict(T=40, B=1, H=1, strong=8.0, dtype=torch.bfloat16, C=32),
-    "bfloat16, strong, fewer channels than a block": dict(T=20, B=1, H=2, K=32, strong=8.0, dtype=torch.bfloat16, C=64),
+    "bfloat16, strong, fewer channels than a block": dict(T=40, B=1, H=2, K=32, strong=8.0, dtype=torch.bfloat16, C=64),
     "float16, descriptors": dict(T=40, B=1, H=1, K=24, V=40, dtype=torch.float16, C=32),
 }
 
