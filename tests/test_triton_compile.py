@@ -63,7 +63,6 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
     (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
     (("sm_90",), "grad_writer_kernel", ("LOW_RANK",)): (664, _GRADIENTS),
-    (("sm_90",), "score_bounded_kernel", ("PAIRS",)): (24, "in two of all its builds; not measured apart"),
     (("sm_90",), "score_bounded_kernel", ("DELTA", "PAIRS")): (128, "both scores of an erase key of its own; not measured"),
     (("sm_90",), "inverse_kernel", ()): (8, "in one or two of all its builds; not measured apart"),
     (("sm_90",), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
