@@ -64,6 +64,6 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
-        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, config=replace(c, fuse=False),  # the kernel says what is fused: all its variants alike
+        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, config=replace(c, fuse=False),  # the kernel says what is
     )  # fmt: skip
     return o

@@ -29,7 +29,7 @@ def draw(
 
 
 def posed(x: Streams, gate: Gate, rule: Rule, *, C=16, cu=None) -> Problem:
-    return problem(x, cu, None, gate=gate, rule=rule, chunk=C, scale=x.q.shape[-1] ** -0.5, precision="ieee")
+    return problem(x, cu, None, gate=gate, rule=rule, chunk=C, exact=True, scale=x.q.shape[-1] ** -0.5, precision="ieee")
 
 
 def double(x: Streams) -> Streams:

@@ -25,7 +25,7 @@ def streams(gate: Gate, rule: Rule, dtype: torch.dtype = torch.float32, seed: in
 
 
 def asked(x: Streams, gate: Gate, rule: Rule, C: int = 16, cu_seqlens: torch.Tensor | None = None) -> Problem:
-    return problem(x, cu_seqlens, cu_seqlens, gate=gate, rule=rule, chunk=C, scale=x.q.shape[-1] ** -0.5, precision="ieee")
+    return problem(x, cu_seqlens, cu_seqlens, gate=gate, rule=rule, chunk=C, exact=True, scale=x.q.shape[-1] ** -0.5, precision="ieee")
 
 
 def double(x: Streams) -> Streams:
