@@ -64,13 +64,28 @@ def test_what_a_layer_has_not_is_refused_by_name(alias):
 
 def test_layers_are_imported_as_from_fla():
     with install_as_fla(replace=True):
-        from fla.layers import GatedDeltaNet, HGRN2Attention
+        from fla.layers import GatedDeltaNet
         from fla.layers.kda import KimiDeltaAttention
 
         with pytest.raises(ImportError, match="RWKV7Attention"):
             from fla.layers import RWKV7Attention  # noqa: F401
     assert GatedDeltaNet.__module__ == "fla.layers.gated_deltanet" and KimiDeltaAttention(32, head_dim=8, num_heads=2).num_heads == 2
-    floor = HGRN2Attention(hidden_size=16, num_heads=2, expand_ratio=None)
+
+
+def test_a_ratio_decides_of_heads_and_the_first_layer_has_no_bound():
+    with install_as_fla(replace=True):
+        from fla.layers import GatedLinearAttention, HGRN2Attention, MultiScaleRetention
+    x, bound = torch.randn(1, 9, 16), torch.full((16,), 0.9)
     with torch.no_grad():
-        x = torch.randn(1, 9, 16)
-        assert not torch.equal(floor(x)[0], floor(x, lower_bound=torch.full((16,), 0.9))[0])
+        for index, bounded in ((0, False), (1, True), (None, True)):
+            layer = HGRN2Attention(hidden_size=16, num_heads=2, expand_ratio=None, layer_idx=index)
+            assert torch.equal(layer(x)[0], layer(x, lower_bound=bound)[0]) is not bounded
+    assert HGRN2Attention(hidden_size=16, num_heads=2, expand_ratio=4).num_heads == 4
+    with pytest.raises(ValueError, match="multiple of expand_ratio"):
+        HGRN2Attention(hidden_size=16)
+    for cls in GatedLinearAttention, MultiScaleRetention:
+        layer = cls(hidden_size=16, num_heads=2)
+        with pytest.raises(ValueError, match=f"{cls.__name__}: lower_bound"):
+            layer(x, lower_bound=bound)
+        apart = cls(hidden_size=16, num_heads=2, fuse_norm=False)
+        assert any("g_norm_swish_gate" in n for n in layer.state_dict()) and "g_norm.weight" in apart.state_dict()

@@ -53,7 +53,8 @@ def test_a_convolution_skips_padding_and_knows_its_state():
     conv, x = module.ShortConvolution(4, 3), torch.randn(2, 6, 4)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     y = conv(x, mask=mask)[0]
-    assert torch.equal(y[:1, 2:], conv(x[:1, 2:])[0]) and conv.state_size == 12
+    torch.testing.assert_close(y[:1, 2:], conv(x[:1, 2:])[0])
+    assert conv.state_size == 12
     with pytest.raises(ValueError, match="mask and cu_seqlens both say"):
         conv(x[:1], mask=mask[:1], cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match="causal_conv1d_update: weight must be"):

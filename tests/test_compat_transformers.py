@@ -108,6 +108,17 @@ def test_position_ids_that_begin_anew_in_several_rows_are_refused():
         model(x, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]] * 2))
 
 
+def test_positions_of_padded_rows_are_no_documents():
+    model, x = tiny("qwen3_next"), ids(2, 10)
+    mask = torch.tensor([[0] * 3 + [1] * 7, [1] * 10])
+    places = mask.cumsum(1) - 1
+    with drop_in(), torch.no_grad():
+        alone = model(x[:1, 3:]).logits[0]
+        for positions in (places.clamp(min=0), places.masked_fill(mask == 0, 1), None):
+            out = model(x, attention_mask=mask, position_ids=positions).logits[0, 3:]
+            agree({"logits": out}, {"logits": alone.double()}, {"logits": alone})
+
+
 @models
 def test_padded_and_cached_calls_equal_whole_ones(name):
     """Prefill 8, then 1 + 7 tokens at once; left padding changes nothing."""

@@ -6,6 +6,7 @@ import random
 import re
 import struct
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
-from chunkwise.engine import cuda, plan_triton, recipe  # noqa: E402
+from chunkwise.engine import cuda, plan_replay, plan_triton, recipe  # noqa: E402
 from chunkwise.engine.precompile import _workers  # noqa: E402
 from chunkwise.engine.problem import problem  # noqa: E402
 from chunkwise.engine.program import ALIGNED, pack  # noqa: E402
@@ -171,3 +172,20 @@ def test_tritons_fingerprint_is_remembered(tmp_path, monkeypatch):
         monkeypatch.setattr(cache, "triton_key", lambda: "another fingerprint")
         fingerprint.remember()
         assert cache.triton_key() == "another fingerprint"
+
+
+def test_a_gate_that_nobody_asks_for_shares_no_backward_pass(monkeypatch):
+    asked = []
+
+    def replay(what, tensors, hosts, ahead=None):
+        asked.append(what if ahead is None else ahead(tensors, (tensors[0], None, None))[0])
+        return (None,) * 10
+
+    monkeypatch.setattr(plan_replay, "replay", replay)
+    plan = plan_replay.replayed(SimpleNamespace(forward=None, backward=None, chunk=None, kept=None))
+    x = Streams(*(torch.zeros(1, 8, 1, 4) for _ in range(3)), torch.zeros(1, 8, 1))
+    p = problem(x, None, None, gate=Gate.SCALAR, rule=Rule.ADD, chunk=16, scale=1.0, precision="ieee")
+    for q in p, replace(p, fixed=True):
+        plan.backward(q, x, None, None, x.v, None)
+        plan.forward(q, x, None, final=False, save=True)
+    assert asked[0] == asked[1] != asked[2] == asked[3]

@@ -44,7 +44,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
     (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
-    (("sm_90",), "score_kernel", ("DELTA",)): (328, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
+    (("sm_90",), "score_kernel", ("DELTA",)): (336, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_score_kernel", ("FAR",)): (296, _FAR),
     (SERVED, "affine_score_kernel", ("LOW_RANK", "not FAR")): (64, "four matrices of scores and a chunk's inverse at once"),
     (("sm_90",), "affine_score_kernel", ("LOW_RANK", "not FAR", "not TMA")): (232, "the same, and rows the copy engine cannot move"),
@@ -162,9 +162,7 @@ def test_the_widest_blocks_fit_a_card_where_readers_are_of_their_own(op):
 
 @pytest.mark.parametrize("arch", SERVED)
 def test_the_recurrent_form_builds_for_every_card(arch):
-    made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",)) + build(
-        arch, "kda", sizes=((128, 128),), ways=("one token",), packed=(True,)
-    )
+    made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",))
     assert {b.kernel for b in made} == {"recurrent_kernel"}
     assert {(b.switches["RAW"], b.switches["STRIP"] == 0) for b in made} >= {("softplus", True), ("", False)}
     check(made)

@@ -35,6 +35,7 @@ class LayerAlias:
     words: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # by fla's argument: its word -> ours
     options: Mapping[str, Any] = field(default_factory=dict)  # ours that are always so
     low_rank: bool = False  # takes gate_low_rank_dim
+    note: str = ""  # what else differs
 
     @property
     def name(self) -> str:
@@ -45,7 +46,9 @@ class LayerAlias:
         made: dict[str, Any] = {**self.options}
         if self.op == "hgrn2":
             D, heads, ratio = x["hidden_size"], x.pop("num_heads"), x.pop("expand_ratio")
-            heads = heads or D // ratio
+            if D % (ratio or heads or D + 1):
+                raise ValueError(f"{self.name}: hidden_size {D} must be a multiple of expand_ratio or num_heads, got {ratio}, {heads}")
+            heads = D // ratio if ratio else heads  # as in fla, a ratio decides
             made |= {"num_heads": heads, "head_dim": ratio or D // heads, "expand_v": D / heads / (ratio or D // heads)}
         for name, value in x.items():
             allowed, words = {**FIXED, **self.fixed}.get(name), self.words.get(name)
@@ -67,24 +70,30 @@ class LayerAlias:
 
         class Layer(ours):
             def __init__(self, *args: Any, **kwargs: Any):
-                x = alias.arguments(bind(alias.name, order, defaults, args, kwargs))
-                if x.get("use_gate") is False and alias.op in ("retention", "gla"):
+                given = bind(alias.name, order, defaults, args, kwargs)
+                first, fused = given.get("layer_idx") == 0, given.get("fuse_norm", True) and given.get("gate_fn", "swish") == "swish"
+                x = alias.arguments(given)
+                if alias.op in ("retention", "gla") and not (fused and x.get("use_gate", True)):
                     self.norm_name = "g_norm"
                 super().__init__(x.pop("hidden_size"), x.pop("num_heads"), **x)
+                self.bounded = alias.op == "hgrn2" and not first  # fla's first layer has no bound
 
             def forward(
                 self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, use_cache: bool = False,
                 output_attentions: bool = False, cu_seqlens: Tensor | None = None, lower_bound: Tensor | None = None,
             ) -> tuple[Tensor, None, None]:  # fmt: skip
-                """As in fla. lower_bound [channels]: of HGRN2's forget factors.
+                """As in fla. lower_bound [channels]: of HGRN2's forget factors, but in a layer of layer_idx 0.
 
-                Raises ValueError for a cache: layers here hand states over, and chunkwise's models keep them.
+                Raises ValueError for a lower_bound of another layer, and for a cache: layers here hand states over, and chunkwise's models
+                keep them.
                 """
                 asked = dict(past_key_values=past_key_values, use_cache=use_cache, output_attentions=output_attentions)
                 for name, given in asked.items():
                     if given:
                         raise ValueError(f"{alias.name}: {name}: chunkwise's layer under fla's name has none; its own class takes state=")
-                depth = Depth(floor=lower_bound)
+                if lower_bound is not None and alias.op != "hgrn2":
+                    raise ValueError(f"{alias.name}: lower_bound: this layer's gate has none")
+                depth = Depth(floor=lower_bound if self.bounded else None)
                 o, _ = super().forward(hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens, depth=depth)
                 return o, None, None
 
@@ -118,7 +127,7 @@ LAYERS = (
                fixed={"tie_feature_map_qk": (False,), "output_norm": ("rmsnorm",), "norm_q": (False,), "norm_k": (False,),
                       "do_feature_map_norm": (False,)},
                words={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}},
-               options={"use_gate": False}),
+               options={"use_gate": False}, note="`feature_map` must be given: elu, relu or identity."),
     LayerAlias("gated_deltaproduct", "gated_delta_product", f"GatedDeltaProduct({HEADS % 2}, use_output_gate=True, use_short_conv=True, "
                f"{CONV}, use_forget_gate=True, allow_neg_eigval=True, num_householder=2)", GATED),
     LayerAlias("comba", "comba", f"Comba({HEADS % 2}, use_short_conv=True, use_output_gate=True, use_output_correction=True, "
@@ -127,8 +136,9 @@ LAYERS = (
     LayerAlias("gsa", "gsa", f"GatedSlotAttention({WIDE % (1.0, 1.0, 4)}, num_kv_heads=None, use_short_conv=False, conv_size=4, "
                f"conv_bias=False, num_slots=None, {NORMED}, gate_logit_normalizer=8, feature_map='swish', use_output_gate=False, "
                "use_norm=True, layer_idx=None, scale=1.0)",
-               fixed={"use_output_gate": (False,), "use_norm": (True,), "scale": (1.0, None)},
-               words={"feature_map": {"swish": "silu", "silu": "silu", "relu": "relu"}}, options={"use_gate": False}),
+               fixed={"use_output_gate": (False,), "use_norm": (True,), "scale": (1.0,)},
+               words={"feature_map": {"swish": "silu", "silu": "silu", "relu": "relu"}}, options={"use_gate": False},
+               note="No output gate."),
     LayerAlias("abc", "abc", "ABCAttention(hidden_size=1024, expand_k=0.5, expand_v=1.0, num_heads=4, use_short_conv=False, conv_size=4, "
                f"conv_bias=False, num_slots=None, {NORMED}, gate_low_rank_dim=16, gate_logit_normalizer=16, use_rope=True, "
                "use_input_gate=False, use_output_gate=True, use_norm=True, clamp_min=-32, clamp_max=32, layer_idx=None)", GATED,

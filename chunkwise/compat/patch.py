@@ -148,7 +148,7 @@ def _separate(given: dict[str, Any]) -> dict[str, Any]:
         if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
             raise ValueError("attention_mask beside cu_seq_lens_q: a packed row has no padding; leave attention_mask out")
     else:
-        cu = None if positions is None or torch.compiler.is_compiling() else _offsets(positions, mask is not None)
+        cu = None if positions is None or torch.compiler.is_compiling() else _offsets(positions, mask)
         if cu is None or (mask is not None and not bool(mask.all())):
             return {}
         longest = int(cu.diff().max())
@@ -170,7 +170,7 @@ def _within(cu: Tensor, T: int) -> Tensor:
     return (token - cu[torch.searchsorted(cu[1:].contiguous(), token.to(cu.dtype), right=True)])[None]
 
 
-def _offsets(positions: Tensor, masked: bool) -> Tensor | None:
+def _offsets(positions: Tensor, mask: Tensor | None) -> Tensor | None:
     """[N + 1] int32 of the documents in positions, None where there is one a row.
 
     [B, T], or [4, B, T] whose first are a text's: a document begins wherever a position is not the one before it plus one; beside a mask,
@@ -182,11 +182,13 @@ def _offsets(positions: Tensor, masked: bool) -> Tensor | None:
         text = positions[0] if positions.ndim == 3 and positions.shape[0] == AXES + 1 else positions
         if text.ndim != 2:
             return None
-        new = text.diff(dim=1) < 1 if masked else text.diff(dim=1) != 1
+        new = text.diff(dim=1) != 1 if mask is None else text.diff(dim=1) < 1
     begins = new.nonzero()
     if not len(begins):
         return None
     B, T = positions.shape[-2:]
+    if B != 1 and mask is not None and not bool(mask.all()):  # padding repeats positions
+        return None
     if B != 1:
         raise ValueError(f"packed documents need one row: flatten the batch to B = 1, got position_ids {list(positions.shape)}")
     ends = begins.new_tensor([0, T])

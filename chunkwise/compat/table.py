@@ -21,7 +21,8 @@ def markdown() -> str:
         names = ", ".join(f"`{n}`" for n in (a.name, short.get(a.name)) if n)
         lines.append(f"| `fla.ops.{a.folder}`: {names} | `{a.target}` | {a.note} |")
     for layer in LAYERS:
-        lines.append(f"| `fla.layers`: `{layer.name}` | `nn.{mixer_class(layer.op).__name__}` | No `past_key_values`. |")
+        note = f"No `past_key_values`. {layer.note}".strip()
+        lines.append(f"| `fla.layers`: `{layer.name}` | `nn.{mixer_class(layer.op).__name__}` | {note} |")
     other: dict[str, list[str]] = {}
     for path, thing in surface():
         where, _, name = path.rpartition(".")

@@ -86,9 +86,10 @@ def choose(
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
     reason = "asked for"
-    each = wanted is Form.AUTO and packed  # by its own length, where the host knows that, never by those beside it
+    short = wanted is Form.AUTO and not (grad and device == "cuda")  # whether few tokens go one by one
+    each = short and packed  # by its own length, where the host knows that, never by those beside it
     if wanted is Form.AUTO:
-        few = T <= RECURRENT_BELOW and not packed and not (grad and device == "cuda")
+        few = short and T <= RECURRENT_BELOW and not packed
         wanted, reason = (Form.RECURRENT, f"{RECURRENT_BELOW} tokens or fewer") if few else (Form.CHUNK, "the general form")
     missing = "asked for torch" if backend == "torch" else _no_kernels(cell, device, wanted)
     if backend == "triton" and missing is not None:

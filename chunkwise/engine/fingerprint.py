@@ -37,10 +37,13 @@ def remember() -> None:
     with LOCK:
         if KNOWN or not hasattr(cache, "triton_key"):
             return
-        notes = cache.get_cache_manager(stamp(Path(triton.__file__).parent))
-        found = notes.get_file(NAME)
-        key = Path(found).read_text() if found else cache.triton_key()
-        if not found:
-            notes.put(key, NAME, binary=False)
+        try:
+            notes = cache.get_cache_manager(stamp(Path(triton.__file__).parent))
+            found = notes.get_file(NAME)
+            key = Path(found).read_text() if found else cache.triton_key()
+            if not found:
+                notes.put(key, NAME, binary=False)
+        except OSError:  # a cache that may only be read
+            key = cache.triton_key()
         KNOWN.append(key)
         cache.triton_key = lambda: key

@@ -21,6 +21,9 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
     def ahead_of(p: Problem, final: bool, save: bool) -> Callable[..., Made]:
         return lambda *t: plan.forward(placed(p, t[-1]), Streams._make(t[:STREAMS]), t[STREAMS], final=final, save=save)
 
+    def back_key(p: Problem) -> tuple[Any, ...]:
+        return plan.backward, p.key, p.fixed  # a gate that nobody asks for has no gradient
+
     def back_of(p: Problem) -> Callable[..., Made]:
         def hosts(*t: Tensor | None) -> Made:
             d, dS0 = plan.backward(placed(p, t[-1]), Streams._make(t[:STREAMS]), *t[STREAMS:-1])
@@ -34,7 +37,7 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         def gradient(given: Made, made: Made) -> tuple[tuple[Any, ...], Made, Callable[..., Made]]:
             """The backward pass that most often follows."""
             o, _, saved = made
-            return (plan.backward, p.key), (*given[:-1], saved, o, None, given[-1]), back_of(p)
+            return back_key(p), (*given[:-1], saved, o, None, given[-1]), back_of(p)
 
         tensors, hosts = (*x, S0, p.cu_seqlens), ahead_of(p, final, save)
         if not p.T or not p.N:
@@ -45,7 +48,7 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
     ) -> tuple[Streams, Tensor | None]:
         tensors, hosts = (*x, S0, saved, do, dST, p.cu_seqlens), back_of(p)
-        *d, dS0 = replay((plan.backward, p.key), tensors, hosts) if p.T and p.N else hosts(*tensors)
+        *d, dS0 = replay(back_key(p), tensors, hosts) if p.T and p.N else hosts(*tensors)
         return Streams._make(d), dS0
 
     return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, kept=plan.kept)

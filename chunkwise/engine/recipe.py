@@ -88,9 +88,13 @@ class Coming:
         self.key, self.program, self.hosts, self.device = key, program, hosts, device
 
     def __call__(self, *tensors: Tensor | None) -> Made:
-        made = _bound(self.program.result(), self.device)
-        RECIPES[self.key] = made or self.hosts
-        return RECIPES[self.key](*tensors)
+        try:
+            made = _bound(self.program.result(), self.device) or self.hosts
+        except BaseException:
+            RECIPES.pop(self.key, None)  # the next call asks again
+            raise
+        RECIPES[self.key] = made
+        return made(*tensors)
 
 
 def replay(what: tuple[Any, ...], tensors: Sequence[Tensor | None], hosts: Callable[..., Made], ahead: Ahead | None = None) -> Made:
@@ -109,7 +113,7 @@ def replay(what: tuple[Any, ...], tensors: Sequence[Tensor | None], hosts: Calla
     if recipe is None:
         recipe = RECIPES[key] = _bound(record(tensors, hosts, device, ahead), device) or hosts
         while len(RECIPES) > KEPT:
-            del RECIPES[next(iter(RECIPES))]
+            RECIPES.pop(next(iter(tuple(RECIPES))), None)  # another thread may have been quicker
     return recipe(*tensors)
 
 
@@ -150,6 +154,7 @@ def _behind() -> ThreadPoolExecutor:
 
 def _bound(program: Program | None, device: torch.device) -> Recipe | None:
     try:
-        return None if program is None else Recipe(program, device)
+        with torch.cuda.device(device):  # kernels are loaded into the current context
+            return None if program is None else Recipe(program, device)
     except Unfit:
         return None

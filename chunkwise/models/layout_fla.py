@@ -41,7 +41,7 @@ def _arrange(given: Fields, mixer: str) -> Fields:
     given.pop("window_size", None)
     if mixer == "hgrn2":
         heads, ratio = given["num_heads"], given.pop("expand_ratio")
-        heads = heads or given["hidden_size"] // ratio
+        heads = given["hidden_size"] // ratio if ratio else heads  # as in fla, a ratio decides
         ratio = ratio or given["hidden_size"] // heads
         given |= {"num_heads": heads, "head_dim": ratio, "expand_v": given["hidden_size"] / heads / ratio}
     specs = given.pop("attn", None)
@@ -106,10 +106,11 @@ def _heads(config: ChunkwiseConfig) -> Fields:
 
 
 def _hgrn2(config: ChunkwiseConfig) -> Fields:
-    """fla's expand_ratio is the key size; its values are hidden_size wide."""
+    """fla's expand_ratio is the key size; its keys and values are hidden_size wide."""
     K, V = head_sizes(config)
-    if V * config.num_heads != config.hidden_size:
-        raise ValueError(f"hgrn2: values must be hidden_size = {config.hidden_size} wide, got {V * config.num_heads}")
+    for what, width in ("keys", K * config.num_heads), ("values", V * config.num_heads):
+        if width != config.hidden_size:
+            raise ValueError(f"hgrn2: {what} must be hidden_size = {config.hidden_size} wide, got {width}")
     return {"expand_ratio": K, "use_lower_bound": config.use_lower_bound is not False, **_mlp(config)}
 
 

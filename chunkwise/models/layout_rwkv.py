@@ -17,7 +17,7 @@ from .layout_fla import ASIDE, COMMON
 SHIFTED = {**COMMON, "hidden_act": "sqrelu", "norm_eps": 1e-5, "norm_first": True, "norm_bias": True}
 NAMES = {"num_heads": "num_heads", "norm_eps": "norm_eps", "norm_first": "embedding_norm", "expand_v": "expand_v"}
 FIXED: dict[str, tuple[Any, ...]] = {"attn": (None,), "norm_bias": (True,)}
-ACTS = {"hidden_act": {a: a for a in ("sqrelu", "relu", "gelu", "silu")}}
+ACTS = {"hidden_act": {a: a for a in ("sqrelu", "relu", "silu")}}
 RENAMED = (("layers.0.pre_norm.", "embedding_norm."), (".ffn_norm.", ".mlp_norm."), (".ffn.", ".mlp."))
 SIX = (*RENAMED, (".x_proj.0.mu", ".x_mu"), (".x_proj.2.weight", ".x_up"), (".x_proj.0.linear.", ".x_proj."),
        ("_proj.linear.lora.", "_lora."), (".mlp.key.mu", ".mlp.x_k"), (".mlp.receptance.mu", ".mlp.x_r"))  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .activation import activation as activation_named
 from .boundary import check_device, define, present, uses_kernels
@@ -163,6 +164,7 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, state, offsets, first)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         x, *rest = ctx.saved_tensors
         dx, dw, db, ds = _conv_backward_op(x, *rest, dy, dlast if ctx.final else None, ctx.silu)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..engine import prologue
 from .boundary import define, present, uses_kernels
@@ -52,6 +53,7 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         d = _gate_backward_op(*ctx.saved_tensors, *grads, ctx.kind, ctx.bound)
         return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None)

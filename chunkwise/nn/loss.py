@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .boundary import check_device, define
 from .vocabulary import TERMS, Terms, group_of, losses, score, slopes_
@@ -147,6 +148,7 @@ class _Summed(torch.autograd.Function):
         ctx.given = len(inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         factor = grads[0].view(1)  # one axis: a number without axes would be rounded to the gradient's own dtype first
         d: list[Tensor | None] = [None] * ctx.given
@@ -171,6 +173,7 @@ class _Each(torch.autograd.Function):
         ctx.rows, ctx.terms, ctx.given = inputs[6], inputs[8:], len(inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, target, lse = ctx.saved_tensors
         _, _, dx, dw, db = _head_op(x, weight, bias, target, lse, grads[0].contiguous(), ctx.rows, True, *ctx.terms)
@@ -194,6 +197,7 @@ class _Scored(torch.autograd.Function):
         ctx.terms = inputs[2:]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         z, target, lse = ctx.saved_tensors
         return (_slope_op(z, target, lse, grads[0].contiguous(), *ctx.terms), *[None] * (len(ctx.terms) + 1))

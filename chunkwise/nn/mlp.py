@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .activation import activation
 from .boundary import define, uses_kernels
@@ -50,6 +51,7 @@ class _Glu(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         return (*_glu_backward_op(*ctx.saved_tensors, *grads, ctx.act), None)
 

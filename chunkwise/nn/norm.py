@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .activation import activation as activation_named
 from .boundary import check_device, define, present, uses_kernels
@@ -95,6 +96,7 @@ class _Norm(torch.autograd.Function):
         ctx.added = None if residual is None else (x.dtype, residual.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
         h, weight, bias, gate = ctx.saved_tensors
         need = ctx.needs_input_grad
@@ -125,7 +127,7 @@ def _norm(
             raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
     check_device(name, "x", x, residual=residual, gate=gate, weight=weight, bias=bias)
     switches = (float(eps), groups, kind, GATES[activation], out)
-    if uses_kernels(x) and D // groups <= WIDEST:
+    if uses_kernels(x) and (residual is None or uses_kernels(residual)) and D // groups <= WIDEST:
         y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
         return y, x if residual is None else h
     return _plain(x, residual, weight, bias, gate, *switches)
@@ -216,7 +218,8 @@ class _Module(nn.Module):
 
     def _run(self, x: Tensor, residual: Tensor | None = None, gate: Tensor | None = None, act: str = "silu") -> tuple[Tensor, Tensor]:
         device = x.device.type
-        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else None
+        on = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+        out = torch.get_autocast_dtype(device) if on else None
         return _norm(type(self).__name__, self.kind, x, residual, self.weight, self.bias, gate, self.eps, self.groups, act, out)
 
     def extra_repr(self) -> str:

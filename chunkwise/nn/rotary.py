@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .boundary import define, uses_kernels
 
@@ -34,6 +35,7 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(positions)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _turn_op(grads[0], *ctx.saved_tensors, *ctx.how, True), None, None, None
 
