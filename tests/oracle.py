@@ -57,6 +57,7 @@ CASES = {
     "packed, empty sequences too": Case(T=75, H=2, n=2, K=6, V=5, N=6),
     "a head of one channel": Case(T=20, H=2, K=1, V=1),
     "strong gates": Case(T=40, H=2, K=8, V=6, strength=20.0),
+    "strong gates over several blocks of keys": Case(T=70, H=1, K=80, V=6, chunk=64, strength=20.0),
     "gates that forget everything": Case(T=33, H=2, K=4, V=4, strength=1e4),
     "correlated keys": Case(T=70, H=2, K=16, V=8, chunk=64, correlated=True),
 }
