@@ -72,24 +72,23 @@ def preconditioned(call: Call, x: dict[str, Any]) -> Any:
 
 def ungated_preconditioned(call: Call, x: dict[str, Any]) -> Any:
     """The recurrent form also takes a gate per key channel (gk): that is the preconditioned KDA."""
-    if x.pop("gv") is not None:
-        raise ValueError("fused_recurrent_precond_gated_delta_rule: gv: chunkwise has no gate per value channel for the delta rule")
-    gk = x.pop("gk")
-    if gk is None:
-        return preconditioned(call, x)
-    x["g"] = gk if x["g"] is None else gk + x["g"][..., None]
-    return preconditioned(public_functions()["fused_recurrent_precond_kda"], x)
+    return preconditioned(summed("fused_recurrent_precond_gated_delta_rule", call, "fused_recurrent_precond_kda", x), x)
 
 
 def gates(call: Call, x: dict[str, Any]) -> Any:
-    """fla adds the gates it is given: per head and token (g), per key channel (gk): then it is KDA."""
+    """The recurrent form with a gate per key channel is KDA."""
+    return summed("fused_recurrent_gated_delta_rule", call, "fused_recurrent_kda", x)(**x)
+
+
+def summed(name: str, call: Call, keyed: str, x: dict[str, Any]) -> Call:
+    """The operator to call: `call`, or `keyed` where there is a gate per key channel (gk), to which fla adds that per head (g)."""
     if x.pop("gv") is not None:
-        raise ValueError("fused_recurrent_gated_delta_rule: gv: chunkwise has no gate per value channel for the delta rule")
+        raise ValueError(f"{name}: gv: chunkwise has no gate per value channel for the delta rule")
     gk = x.pop("gk")
     if gk is None:
-        return call(**x)
+        return call
     x["g"] = gk if x["g"] is None else gk + x["g"][..., None]
-    return public_functions()["fused_recurrent_kda"](**x)
+    return public_functions()[keyed]
 
 
 def key_gate(call: Call, x: dict[str, Any]) -> Any:

@@ -122,7 +122,8 @@ def backward(
             if whole.ndim < 3:
                 d[name] = t if name not in d else d[name] + t
             else:
-                to = d.setdefault(name, room(*whole.shape, dtype=t.dtype, device=t.device)) if name not in d else d[name]
-                to.index_copy_(1, given(group.tokens), t)
+                if name not in d:
+                    d[name] = room(*whole.shape, dtype=t.dtype, device=t.device)
+                d[name].index_copy_(1, given(group.tokens), t)
         dS0.index_copy_(0, given(group.members), given(dS))
     return Streams(**{n: d.get(n) for n in Streams._fields}), dS0  # type: ignore[arg-type]
