@@ -1,7 +1,8 @@
 """What an sm_90 kernel's machine code does with uniform registers, of which wgmma's descriptors of shared memory are made.
 
 ptxas 12.8 can build a descriptor from registers that nobody has written, where one block of shared memory is the left operand of one
-product and a narrower right operand of another: wrong numbers or an illegal access, by luck (docs/facts/kernels.md, "What the compiler taught").
+product and a narrower right operand of another: wrong numbers or an illegal access, by luck (docs/facts/kernels.md, "What the compiler
+taught").
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chunkwise.bench import measure, peer, table
-from chunkwise.bench.case import Case, Inputs, case, draw, plain
+from chunkwise.bench.case import GRID, Case, Inputs, case, draw, plain, shapes
 from chunkwise.bench.clock import Side, peak, percentiles
 from chunkwise.bench.count import Ceiling, count, floor
 from chunkwise.bench.measure import OURS, Bench, TookTooLong, limit, select
@@ -232,7 +233,9 @@ def test_fla_functions_are_found_by_name_and_given_what_they_take(monkeypatch):
 
     ops, guard = types.ModuleType("fla.ops"), types.ModuleType("fla.ops.common.chunk_o")
     ops.chunk_gla, ops.chunk_linear_attn = chunk_gla, chunk_linear_attn  # type: ignore[attr-defined]
-    for module in (types.ModuleType("fla"), ops, types.ModuleType("fla.ops.common"), guard):
+    knobs = types.ModuleType("triton.knobs")
+    knobs.language = types.SimpleNamespace(fp32_default=None)  # type: ignore[attr-defined]
+    for module in (types.ModuleType("fla"), ops, types.ModuleType("fla.ops.common"), guard, knobs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     fla_core._function.cache_clear()
     try:
@@ -243,6 +246,7 @@ def test_fla_functions_are_found_by_name_and_given_what_they_take(monkeypatch):
         assert seen == {"cu_seqlens": x.cu, "output_final_state": False} and o.shape == x.do.shape
         lin = case("linear_attn", shape=TINY, dtype="float32")
         fla_core.call(lin, draw(lin, CPU), draw(lin, CPU).x)
+        assert knobs.language.fp32_default == "ieee"  # products as exact as ours
         assert seen["normalize"] is False and guard.TRITON_ABOVE_3_7_1 is True  # type: ignore[attr-defined]
     finally:
         fla_core._function.cache_clear()
@@ -289,11 +293,19 @@ def test_a_first_call_is_timed_in_a_fresh_process(capsys, tmp_path):
     assert "empty cache: import" in capsys.readouterr().out
 
 
+def test_the_grid_is_asked_for_as_one_and_its_shapes_say_what_they_are(capsys):
+    assert shapes(["S1", "grid"]) == ["S1", *GRID]
+    assert case("gla", shape="float16").dtype == "float16" and case("gla", shape="64 channels", dtype="float32").dtype == "float32"
+    packed = case("gla", shape="64 documents")
+    assert packed.N == 64 and draw(replace(packed, T=200, H=1, HV=1, K=4, V=4), CPU).cu.shape == (65,)
+    assert all(case("gla", shape=name).K % 64 == 0 for name in GRID)
+
+
 def row(who: str, ms: float, date: str = "2026-01-01", **kw) -> dict:
     c = case("gla", shape="S1").record
     return {
         "device": "NVIDIA H200", "threads": None, "date": f"{date}T00:00:00", "case": c, "pass": "forward", "who": who, "version": "1",
-        "wrong": False, "why": "", "ran": [{"backend": "kernels", "plan": "triton", "chunk": 64}] if who == OURS else [],
+        "wrong": False, "why": "", "absent": {}, "ran": [{"backend": "kernels", "plan": "triton", "chunk": 64}] if who == OURS else [],
         "errors": {"o": {"error": 2e-3}}, "method": "graph", "ms": {"p20": ms, "p50": ms, "p80": ms},
         "eager_ms": {"p50": 4 * ms if who == OURS else ms},
         "floor_ms": 0.1, "tb_s": 1.0, "tflop_s": 1.0, "to_floor": 2.0, **kw,
@@ -313,8 +325,21 @@ def test_the_table_shows_the_newest_run_and_no_speed_for_what_is_wrong(tmp_path)
         load(tmp_path)
 
 
+def test_the_grid_is_a_line_for_a_shape_and_a_column_for_a_member():
+    narrow, wide = (case("gla", shape=name).record for name in ("64 channels", "256, 512 channels"))
+    one = [row(who, ms, case=narrow, **{"pass": p}) for p in BOTH for who, ms in ((OURS, 0.5), ("fla-core", 1.25))]
+    kda = [row(OURS, 0.5, case={**narrow, "op": "kda"}), row("fla-core", 0.1, case={**narrow, "op": "kda"}, wrong=True, why="o is off")]
+    alone = [row(OURS, 0.5, case=wide, absent={"fla-core": "K <= 256"}, **{"pass": p}) for p in BOTH]
+    text = table.TABLES["speed of the grid"]([*one, *kda, *alone, row(OURS, 0.5)])
+    assert "| | gla | kda |" in text and "| 64 channels | 2.50 / 2.50 | - / ? |" in text and "| 64 channels | 0.62 / 0.62 | - / ? |" in text
+    assert "| 256, 512 channels | - / - | ? / ? |" in text and "S1" not in text
+    assert "- fla-core: K <= 256 (gla, 256, 512 channels, forward; gla, 256, 512 channels, forward+backward)\n" in text
+    assert "- fla-core: o is off (kda, 64 channels, forward)\n" in text and "| 0.5 / 2 | 1.25 / 1.25 |" in text
+    assert "64 channels" not in table.markdown([*one, row(OURS, 0.5)])
+
+
 def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
-    (begin, end), (steps, last) = ((table.BEGIN.format(name), table.END.format(name)) for name in table.TABLES)
+    (begin, end), (steps, last), _ = ((table.BEGIN.format(name), table.END.format(name)) for name in table.TABLES)
     (readme := tmp_path / "README.md").write_text(f"before\n{begin}\nstale\n{end}\nbetween\n{steps}\n{last}\nafter\n")
     pooled = case("gla", shape="64,1,2,2,4,4", pool="float32-vk").record
     append(tmp_path / "results", [row(OURS, 0.5), *(row(who, ms, case=pooled) for who, ms in ((OURS, 0.0625), ("fla-core", 0.125)))])
@@ -329,7 +354,7 @@ def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
     assert again() == 2
 
 
-@pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md"))))
+@pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md", "docs/speed.md"))))
 def test_documents_show_the_results_of_the_repository(name, file):
     text, begin, end = (README.parent / file).read_text(), table.BEGIN.format(name), table.END.format(name)
     made = table.TABLES[name](load(README.parent / "bench" / "results"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import types
 
 import pytest
+import torch
 
 from chunkwise.bench.autotuner import BEST, build_side_by_side, tune_in_turns
 from chunkwise.bench.turn import turn
@@ -81,22 +83,33 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
     class Kernel:
         def run(self, *args, **kwargs):
             built.append(kwargs["BLOCK"])
+            return types.SimpleNamespace(metadata=types.SimpleNamespace(shared=kwargs["BLOCK"] * size))
 
-    def name(one):
-        return lambda: one
+    def kernel(x, N):
+        pass
 
-    built, candidates = [], [Config(dict(BLOCK=b), num_warps=w) for b in (16, 32, 64) for w in (1, 2, 4, 8)]
-    known, other = name(1), name(2)
-    known.__name__, other.__name__ = "known", "other"
-    for key, order in (("a", candidates), ("b", candidates[::-1])):  # two keys it was tuned for
-        (tmp_path / key).mkdir()
+    def other(x, N):
+        pass
+
+    def offered(N, function=kernel):
+        tuner = Autotuner.__new__(Autotuner)
+        tuner.fn, tuner.base_fn, tuner.arg_names, tuner.keys, tuner.nargs = Kernel(), function, ["x", "N"], ["N"], dict(x=x)
+        built.clear()
+        return tuner.prune_configs(dict(N=N))
+
+    x, size, built = torch.zeros(1), 1, []
+    candidates = [Config(dict(BLOCK=b), num_warps=w, num_stages=s) for b in (16, 32) for w in (1, 2, 4) for s in (2, 3)]
+    for N, order in ((1, candidates), (2, candidates[::-1])):  # two keys it was tuned for
+        (tmp_path / str(N)).mkdir()
         timed = [[{**vars(c), "pre_hook": None}, float(i)] for i, c in enumerate(order)]
-        (tmp_path / key / "known.autotune.json").write_text(json.dumps({"key": [key], "configs_timings": timed}))
+        data = {"key": [N, "torch.float32"], "configs_timings": timed}
+        (tmp_path / str(N) / "kernel.autotune.json").write_text(json.dumps(data))
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
+    monkeypatch.setattr("chunkwise.bench.autotuner._shared", lambda: 100)
     build_side_by_side(shortlist=tmp_path)
-    tuner = Autotuner.__new__(Autotuner)
-    tuner.fn, tuner.nargs = Kernel(), {}
-    tuner.base_fn = known
-    assert tuner.prune_configs({}) == candidates[:BEST] + candidates[-BEST:] and len(built) == 2 * BEST
-    tuner.base_fn = other
-    assert tuner.prune_configs({}) == candidates
+    assert offered(1) == candidates[:1] and offered(2) == candidates[-1:]  # the same keys again: what was chosen
+    assert offered(3) == [candidates[i] for i in (0, 2, 9, 11)] and len(built) == 2 * BEST  # of each key, the fastest of two kinds
+    size = 10  # none of the shortlist fits
+    assert offered(3) == candidates and len(built) == 2 * BEST + len(candidates)
+    size = 1
+    assert offered(1, other) == candidates

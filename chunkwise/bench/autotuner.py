@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from .turn import turn
 
-BEST = 3  # candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
+BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
 
 
 def tune_in_turns(lock: Path) -> None:
@@ -23,7 +23,7 @@ def tune_in_turns(lock: Path) -> None:
         def timed(call, quantiles):
             call()  # builds it
             with turn(lock, alone=True):
-                return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)  # milliseconds
+                return triton.testing.do_bench(call, warmup=5, rep=10, quantiles=quantiles)  # milliseconds
 
         return timed
 
@@ -33,27 +33,29 @@ def tune_in_turns(lock: Path) -> None:
 def build_side_by_side(threads: int = 8, shortlist: Path | None = None) -> None:
     """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
     chooses as it always does. shortlist: a folder that holds the autotuner's files of an earlier run (Triton's cache, or a copy of its
-    *.autotune.json); a kernel timed there is offered the BEST of that run instead of all its candidates."""
+    *.autotune.json). A kernel timed there for the same key has the choice made there, as Triton itself would keep it; for another key
+    it is offered the BEST of every key of that run instead of all its candidates, if the device can run any of them."""
     from triton.runtime.autotuner import Autotuner
 
-    one_by_one, best = Autotuner.prune_configs, _best(shortlist) if shortlist else {}
+    one_by_one, timed = Autotuner.prune_configs, _timed(shortlist) if shortlist else {}
     if getattr(one_by_one, "side_by_side", False):
         return
 
-    def known(self: Autotuner, configs: Sequence[Any]) -> Sequence[Any]:
-        good = best.get(getattr(self.base_fn, "__name__", ""), ())
-        return [c for c in configs if _name(vars(c)) in good] or configs
-
     def prune(self: Autotuner, kwargs: dict[str, Any], *rest: Any, **named: Any) -> Any:
-        configs = known(self, one_by_one(self, kwargs, *rest, **named))
+        configs = one_by_one(self, kwargs, *rest, **named)
 
-        def build(config: Any) -> None:
+        def build(config: Any) -> Any:
             try:
-                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
-            except Exception:  # too large for the device: the autotuner will see that too
-                pass
+                return self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+            except Exception:  # it cannot be built: the autotuner will see that too
+                return None
 
+        runs = timed.get(getattr(self.base_fn, "__name__", ""), {})
+        best = _best(runs, _key(self, kwargs) if runs else "")
+        known = [c for c in configs if _name(vars(c)) in best]
         with ThreadPoolExecutor(threads) as pool:
+            if any(map(_fits, list(pool.map(build, known)))):
+                return known
             list(pool.map(build, configs))
         return configs
 
@@ -61,14 +63,52 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None) -> None:
     Autotuner.prune_configs = prune
 
 
+def _fits(kernel: Any) -> bool:
+    """Whether it was built, and the device has the shared memory that it wants."""
+    return kernel is not None and kernel.metadata.shared <= _shared()
+
+
+def _shared() -> int:
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(driver.active.get_current_device())["max_shared_mem"]
+
+
+def _key(tuner: Any, kwargs: Mapping[str, Any]) -> str:
+    """What Triton's autotuner chooses by: the arguments it was told of, and the types of all tensors."""
+    given = {n: x for n, x in {**tuner.nargs, **kwargs}.items() if n in tuner.arg_names}
+    return json.dumps([*(given[n] for n in tuner.keys if n in given), *(str(x.dtype) for x in given.values() if hasattr(x, "dtype"))])
+
+
 def _name(config: Mapping[str, Any]) -> str:
     return json.dumps([config["kwargs"], config["num_warps"], config["num_stages"]], sort_keys=True)
 
 
-def _best(folder: Path) -> dict[str, set[str]]:
-    """kernel -> names of the configs that were among the fastest for one of the keys it was tuned for."""
-    best: dict[str, set[str]] = defaultdict(set)
+def _kind(config: Mapping[str, Any]) -> str:
+    """Candidates that differ in their stages alone are one kind: beside the fastest of them the others say little."""
+    return json.dumps([config["kwargs"], config["num_warps"]], sort_keys=True)
+
+
+Runs = dict[str, list[dict[str, Any]]]  # key -> candidates, the fastest first
+
+
+def _timed(folder: Path) -> dict[str, Runs]:
+    """kernel -> what an earlier run timed."""
+    timed: dict[str, Runs] = defaultdict(dict)
     for file in folder.rglob("*.autotune.json"):
-        timed = sorted(json.loads(file.read_text())["configs_timings"], key=lambda one: one[1])
-        best[file.name.removesuffix(".autotune.json")] |= {_name(config) for config, _ in timed[:BEST]}
-    return dict(best)
+        run = json.loads(file.read_text())
+        order = [config for config, _ in sorted(run["configs_timings"], key=lambda one: one[1])]
+        timed[file.name.removesuffix(".autotune.json")][json.dumps(run["key"])] = order
+    return dict(timed)
+
+
+def _best(runs: Runs, key: str) -> set[str]:
+    """Names of the candidates that are tried for a key."""
+    if key in runs:
+        return {_name(runs[key][0])}
+    best: set[str] = set()
+    for order in runs.values():
+        fastest = {_kind(config): _name(config) for config in reversed(order)}  # of every kind
+        kinds = list(dict.fromkeys(_kind(config) for config in order))
+        best |= {fastest[kind] for kind in kinds[:BEST]}
+    return best

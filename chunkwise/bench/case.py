@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,20 @@ SHAPES = {
     "S1": dict(B=8, T=4096, H=16, HV=16, K=128, V=128),  # a training batch
     "S2": dict(B=1, T=32768, H=32, HV=32, K=128, V=128),  # one long sequence: few recurrences, many chunks
     "S3": dict(B=1, T=8192, H=8, HV=8, K=128, V=128),  # few heads: bound by launches and latency
+}
+GRID: dict[str, dict[str, Any]] = {  # what else a member meets: docs/speed.md
+    "64 channels": dict(B=4, T=4096, H=16, HV=16, K=64, V=64),
+    "256 channels": dict(B=2, T=4096, H=16, HV=16, K=256, V=256),
+    "256, 512 channels": dict(B=1, T=4096, H=16, HV=16, K=256, V=512),
+    "64 tokens": dict(B=8, T=64, H=16, HV=16, K=128, V=128),
+    "512 tokens": dict(B=4, T=512, H=16, HV=16, K=128, V=128),
+    "131,072 tokens": dict(B=1, T=131072, H=16, HV=16, K=128, V=128),
+    "one head": dict(B=1, T=8192, H=1, HV=1, K=128, V=128),
+    "one head, 131,072 tokens": dict(B=1, T=131072, H=1, HV=1, K=128, V=128),
+    "512 heads": dict(B=32, T=1024, H=16, HV=16, K=128, V=128),  # of all samples
+    "64 documents": dict(B=1, T=32768, H=16, HV=16, K=128, V=128, N=64),  # packed, of random lengths
+    "float16": dict(B=4, T=4096, H=16, HV=16, K=128, V=128, dtype="float16"),
+    "float32": dict(B=2, T=2048, H=16, HV=16, K=128, V=128, dtype="float32"),
 }
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 GATES = ("slow", "fast")
@@ -79,9 +94,13 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
     N = 0
     if shape in SHAPES:
         sizes = SHAPES[shape]
+    elif shape in GRID:
+        sizes = {n: GRID[shape][n] for n in SIZES}
+        N, dtype = GRID[shape].get("N", 0), GRID[shape].get("dtype", dtype)
     else:
         if not re.fullmatch(r"\d+(,\d+){5,6}", shape):
-            raise ValueError(f"bench: shape must be {', '.join(SHAPES)} or B,T,H,HV,K,V[,N], got {shape!r}")
+            named = "; ".join((*SHAPES, *GRID))
+            raise ValueError(f"bench: shape must be one of {named}; or B,T,H,HV,K,V[,N], got {shape!r}")
         *given, N = [int(x) for x in shape.split(",")][:7] + [0] * (6 - shape.count(","))
         sizes = dict(zip(SIZES, given))
     for n, size in sizes.items():
@@ -97,6 +116,11 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
     if pool and (not c.decode or N or form != "auto"):
         raise ValueError(f"bench: a pool needs form auto and {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
     return c
+
+
+def shapes(asked: Sequence[str]) -> list[str]:
+    """Shapes by name, where "grid" asks for all of GRID."""
+    return [name for one in asked for name in (GRID if one == "grid" else (one,))]
 
 
 class Inputs(NamedTuple):

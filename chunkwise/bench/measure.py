@@ -158,8 +158,9 @@ class Bench:
             works = self._works(x)
             _free(self.device)
         with turn(self.lock, alone=True):
+            proof = prove(c, x, any(PASSES[p] for p in self.passes))
             for p in self.passes:
-                yield from self._pass(p, x, works)
+                yield from self._pass(p, x, works, proof if PASSES[p] else proof.outputs())
 
     def _works(self, x: Inputs) -> dict[str, Work]:
         works = {OURS: ours(self.c, x)}
@@ -191,11 +192,11 @@ class Bench:
                     Side(call, self.device, w.wait, w.capturable).wall()
         self.say(f"{name}: warm")
 
-    def _pass(self, name: str, x: Inputs, works: Mapping[str, Work]) -> list[dict[str, Any]]:
+    def _pass(self, name: str, x: Inputs, works: Mapping[str, Work], proof: Proof) -> list[dict[str, Any]]:
         c, device, backward = self.c, self.device, PASSES[name]
         need, most = count(c, x, backward), ceiling(device, c.torch_dtype)
         rows = {who: self._row(who, name) for who in works}
-        proof, sides = prove(c, x, backward), {}
+        sides: dict[str, Side] = {}
         proofs = {who: self._proof(who, proof, x, backward) for who in works}
         for who, w in works.items():
             call = w.step if backward else w.forward

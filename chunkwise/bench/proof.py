@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ class Proof:
     at: Part
     truth: Mapping[str, Tensor]
     honest: Mapping[str, Tensor]
+
+    def outputs(self) -> Proof:
+        """That of a forward pass alone."""
+        return replace(self, truth={n: t for n, t in self.truth.items() if n in ("o", "S")})
 
     def judge(self, made: Mapping[str, Tensor], other: bool = False) -> tuple[dict[str, dict[str, float]], str]:
         """Errors by result, {"error", "worst_head", "allowed"}, and what is wrong in words, or "".

@@ -1,4 +1,4 @@
-"""Rows as people read them: lines on a terminal, and the tables in README.md and docs/decode.md, which nobody types."""
+"""Rows as people read them: lines on a terminal, and the tables in README.md and docs, which nobody types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .case import SHAPES, SIZES
+from .case import GRID, SHAPES, SIZES
 from .measure import OURS, PASSES
 from .record import load
 
@@ -106,7 +106,7 @@ def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -
         "| " + " | ".join(["op", "shape", "dtype, gates", "pass", OURS, *others, "fastest other / ours", "error of ours"]) + " |",
         "|" + "---|" * (7 + len(others)),
     ]
-    order = list(SHAPES)
+    order = [*SHAPES, *GRID]
     for run in sorted(cases, key=lambda run: _order(run[OURS], order)):
         own = run[OURS]
         c, ratio = own["case"], _ratio(own, [r for n, r in run.items() if n != OURS])
@@ -148,17 +148,56 @@ def _steps(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) ->
     return [*text, ""]
 
 
-def markdown(rows: Iterable[Mapping[str, Any]], steps: bool = False) -> str:
-    """What stands between two markers: calls, or steps in pools."""
+def _grid(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many times the fastest other's time ours is under, a line for a shape and a column for a member; then every time."""
+    _, cases = _runs(rows)
+    runs = {(run[OURS]["case"]["shape"], run[OURS]["case"]["op"], run[OURS]["pass"]): run for run in cases}
+    ops = sorted({op for _, op, _ in runs})
+    text = []
+    for key, unit in (("ms", "the device's time"), ("eager_ms", "the time of an eager call")):
+        text += [
+            f"**{name}** ({_days(rows)}), the fastest other's time over ours, forward / forward and backward, by {unit}:",
+            "",
+            f"| | {' | '.join(ops)} |",
+            "|" + "---|" * (1 + len(ops)),
+        ]
+        for shape in GRID:
+            cells = [" / ".join(_times_faster(runs.get((shape, op, p)), key) for p in PASSES) for op in ops]
+            text.append(f"| {shape} | {' | '.join(cells)} |")
+        text.append("")
+    reasons: dict[str, list[str]] = {}
+    for (shape, op, p), run in sorted(runs.items()):
+        for who, why in {**run[OURS]["absent"], **{who: r["why"] for who, r in run.items() if r["wrong"]}}.items():
+            reasons.setdefault(f"{who}: {why}", []).append(f"{op}, {shape}, {p}")
+    text += [f"- {why} ({'; '.join(where)})" for why, where in sorted(reasons.items())]
+    return [*text, "", *_device(name, threads, rows)]
+
+
+def _times_faster(run: Mapping[str, Mapping[str, Any]] | None, key: str) -> str:
+    """-: ours alone has a time; ?: not measured."""
+    if run is None or run[OURS]["wrong"]:
+        return "?" if run is None else "wrong"
+    others = [r[key]["p50"] for who, r in run.items() if who != OURS and not r["wrong"] and "floor_ms" in r]
+    return f"{min(others) / run[OURS][key]['p50']:.2f}" if others else "-"
+
+
+def markdown(rows: Iterable[Mapping[str, Any]], kind: str = "calls") -> str:
+    """What stands between two markers: calls, those of the grid, or steps in pools."""
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
-    for row in latest(row for row in rows if bool(row["case"].get("pool")) == steps):
+    for row in latest(row for row in rows if _kind(row["case"]) == kind):
         groups.setdefault((row["device"], row["threads"]), []).append(row)
-    one = _steps if steps else _device
+    one = {"calls": _device, "grid": _grid, "steps": _steps}[kind]
     text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in one(name, threads, group)]
     return "\n".join(text) if text else NOTHING
 
 
-TABLES: Mapping[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {"speed": markdown, "speed of steps": partial(markdown, steps=True)}
+def _kind(c: Mapping[str, Any]) -> str:
+    return "steps" if c.get("pool") else "grid" if c["shape"] in GRID else "calls"
+
+
+TABLES: Mapping[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {
+    "speed": markdown, "speed of steps": partial(markdown, kind="steps"), "speed of the grid": partial(markdown, kind="grid"),
+}  # fmt: skip
 
 
 def write(file: Path, out: Path) -> bool:

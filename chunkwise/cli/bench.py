@@ -10,13 +10,13 @@ import typer
 from .refusal import Failure, Refusal, refusing
 
 RESULTS = Path("bench/results")
-TABLES = (Path("README.md"), Path("docs/decode.md"))
+TABLES = (Path("README.md"), Path("docs/decode.md"), Path("docs/speed.md"))
 
 
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Members (see chunkwise ops); none: those of q, k, v, g and beta alone.")] = None,
     form: Annotated[str, typer.Option(help="auto, chunk, fused_chunk, recurrent or parallel.")] = "auto",
-    shape: Annotated[list[str] | None, typer.Option(help="S1, S2, S3 or B,T,H,HV,K,V[,N: packed sequences]; again for more.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="S1, S2, S3, grid or B,T,H,HV,K,V[,N: packed sequences]; again for more.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, float32 on a CPU.")] = "auto",
     gates: Annotated[str, typer.Option(help="slow: a quarter of the heads never forget; fast.")] = "slow",
     pool: Annotated[str, typer.Option(help="Instead of the form a step of chunkwise.decode in a pool: float32, bfloat16, -vk.")] = "",
@@ -31,12 +31,12 @@ def bench(
     shortlist: Annotated[Path | None, typer.Option(help="With --turns: a Triton cache whose best candidates a peer's tuner tries.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring the tables up to date.")] = False,
-    into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md, docs/decode.md.")] = None,
+    into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md and two in docs.")] = None,
 ) -> None:
     """Prove members against float64, then time them in turn with other libraries. A wrong row has no speed."""
     import torch
 
-    from chunkwise.bench.case import case, plain
+    from chunkwise.bench.case import case, plain, shapes
     from chunkwise.bench.measure import OURS, Bench, select
     from chunkwise.bench.record import append, load
     from chunkwise.bench.table import latest, show, write
@@ -62,7 +62,7 @@ def bench(
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     with refusing(ValueError):
         names = ops or [n for n, op in all_ops().items() if plain(op)]
-        cases = [case(n, form, s, dtype, gates, pool) for n in names for s in (shape or ["S1"])]
+        cases = [case(n, form, s, dtype, gates, pool) for n in names for s in shapes(shape or ["S1"])]
         peers = select(peer or ["none"])
     if first_call:
         from chunkwise.bench.first import first_calls
