@@ -8,6 +8,7 @@ import pytest
 
 from chunkwise.cli import main
 from chunkwise.engine import precompile as module
+from chunkwise.engine.crew import Crew
 from chunkwise.engine.precompile import DTYPES, LOADS, WAYS, Built, precompile
 
 SMALL = dict(sizes=((16, 16),), ways=("prefill",), loads=((64, 1),), packed=(False,), chunk_size=16, jobs=1)
@@ -86,7 +87,7 @@ def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
 
 def test_a_member_the_compiler_dies_on_is_built_alone_or_said(cache):
     """A worker that is killed takes the others' work with it: that is done again."""
-    crew = module._Crew("sm_90", 2)
+    crew = Crew(lambda jobs: module._workers("sm_90", jobs), 2)
     with crew.pool:
         assert list(crew.each(divmod_or_die, [(7, 2), (0, 0), (9, 4)])) == [(3, 1), None, (2, 1)]
         assert list(crew.each(divmod_or_die, [(7, 2)])) == [(3, 1)]

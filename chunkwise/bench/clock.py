@@ -142,15 +142,17 @@ class Time(NamedTuple):
     host: Samples  # until the call returns
 
 
-def race(sides: Mapping[str, Side], rounds: int | None, budget: float) -> dict[str, Time]:
-    """Time all sides in turn, one sample of each a round. rounds: None takes as many as fit into `budget` seconds, 5 to 100."""
+def race(sides: Mapping[str, Side], rounds: int | None, budget: float, *, ready: bool = False) -> dict[str, Time]:
+    """Time all sides in turn, one sample of each a round. rounds: None takes as many as fit into `budget` seconds, 5 to 100; ready: they
+    are prepared, and their device's work alone is timed."""
     device = next(iter(sides.values())).device
     cuda = device.type == "cuda"
     flush = torch.empty(CACHE, dtype=torch.int8, device=device) if cuda else None
     once = 0.0
     for side in sides.values():
-        seconds = side.warm()
-        side.prepare(seconds)
+        seconds = side.sample(flush) if ready else side.warm()
+        if not ready:
+            side.prepare(seconds)
         once += seconds * (side.batch + 2 * cuda)
     count = rounds or max(LEAST, min(MOST, int(budget / max(once, 1e-6))))
     work: dict[str, list[float]] = {n: [] for n in sides}
@@ -159,7 +161,7 @@ def race(sides: Mapping[str, Side], rounds: int | None, budget: float) -> dict[s
     for _ in range(count):
         for n, side in sides.items():
             work[n].append(side.sample(flush))
-            if cuda:
+            if cuda and not ready:
                 eager[n].append(side.wall())
                 host[n].append(side.host())
     return {n: Time(percentiles(work[n]), percentiles(eager[n] or work[n]), percentiles(host[n] or work[n])) for n in sides}

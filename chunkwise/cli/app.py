@@ -18,6 +18,7 @@ from .perplexity import perplexity
 from .precompile import precompile
 from .refusal import Refusal
 from .train import train
+from .tune import tune
 
 app = typer.Typer(
     name="chunkwise",
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, generate, convert, perplexity, bench, precompile, ops, doctor):
+for command in (train, generate, convert, perplexity, bench, tune, precompile, ops, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 

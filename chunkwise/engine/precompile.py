@@ -15,12 +15,11 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import product, zip_longest
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +27,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
+from .crew import Crew
 from .decode import decode, step
 from .dispatch import CHUNKS, choose, run
 from .library import STREAMS, resolve
+from .measured import cards
 from .plan import BACKWARD_KERNELS, KERNELS
 from .raw import recurrent
 
@@ -115,10 +116,10 @@ class Built:
 class _StandIn:
     """What Triton asks a driver before it builds anything."""
 
-    def __init__(self, arch: str):
+    def __init__(self, arch: str, name: str = ""):
         from triton.backends.compiler import GPUTarget
 
-        self.arch, of = arch, TARGETS[arch]
+        self.arch, self.name, of = arch, name, TARGETS[arch]
         self.target = GPUTarget(of.backend, of.arch, of.lanes)
         self.utils = self
 
@@ -126,7 +127,7 @@ class _StandIn:
         return self.target
 
     def get_current_device(self) -> str:
-        return self.arch  # kernels are kept per device: no real one is called so
+        return f"{self.arch} {self.name}"  # kernels are kept per device: no real one is called so
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -262,14 +263,14 @@ def _build(arch: str, launch: Launch) -> Built:
     return Built(**about, seconds=took, key=made.hash)
 
 
-def _stand_in(arch: str) -> None:
+def _stand_in(arch: str, name: str) -> None:
     """Begin a worker: the stand-in driver, and compilers' complaints (pages of them) into a file."""
     from triton.runtime import driver
 
     torch.set_num_threads(1)
     log = tempfile.TemporaryFile()
     os.dup2(log.fileno(), 2)
-    driver.set_active(_StandIn(arch))
+    driver.set_active(_StandIn(arch, name))
 
 
 def _complaint() -> str | None:
@@ -282,36 +283,8 @@ def _complaint() -> str | None:
     return found[0][-300:] if found else None
 
 
-def _workers(arch: str, jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_stand_in, initargs=(arch,))
-
-
-class _Crew:
-    """Workers for a card, started when there is work; what kills one is done again alone, and is None if it kills that one too."""
-
-    def __init__(self, arch: str, jobs: int):
-        self.arch, self.jobs, self.pool = arch, jobs, _workers(arch, jobs)
-
-    def each(self, work: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """work(*item) of each, in their order."""
-        futures: list[Any] = []
-        try:
-            futures += (self.pool.submit(work, *item) for item in items)
-        except BrokenProcessPool:
-            pass
-        for item, future in zip_longest(items, futures):
-            try:
-                done = future and future.result()
-            except BrokenProcessPool:
-                done = None
-            yield self._alone(work, item) if done is None else done
-
-    def _alone(self, work: Callable[..., Any], item: tuple[Any, ...]) -> Any:
-        with _workers(self.arch, 1) as pool:
-            try:
-                return pool.submit(work, *item).result()
-            except BrokenProcessPool:
-                return None
+def _workers(arch: str, jobs: int, name: str = "") -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_stand_in, initargs=(arch, name))
 
 
 def _check(name: str, given: Sequence[Any], allowed: Iterable[Any]) -> None:
@@ -333,13 +306,15 @@ def precompile(
     chunk_size: int = 64,
     precision: str = "ieee",
     jobs: int | None = None,
+    card: str = "",
     heard: Callable[[Built, int], None] = lambda built, of: None,
 ) -> list[Built]:
     """Build every kernel that calls of `ops` (names; None: all members) launch on a card of `arch`, into Triton's cache. Needs no GPU.
 
     dtypes of q, k, v; sizes: (K, V) channels of a key and a value; groups: value heads a key head; packed: without and with cu_seqlens;
     ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), which decide how work is cut up;
-    jobs: worker processes, one a core by default. heard(built, how many in all) is called after each kernel.
+    jobs: worker processes, one a core by default; card: whose measured configs to build, a name in measured.cards().
+    heard(built, how many in all) is called after each kernel.
     Returns a record a kernel, those that cannot be built or do not fit the card among them. Workers are new processes: a script calls this
     below `if __name__ == "__main__":`. Raises ValueError for what is unknown, RuntimeError without Triton or under its interpreter.
     """
@@ -350,6 +325,7 @@ def precompile(
     _check("ways", ways, WAYS)
     _check("chunk_size", [chunk_size], CHUNKS)
     _check("precision", [precision], ("ieee", "tf32"))
+    _check("card", [card], ("", *cards()))
     for label, numbers in (("sizes", sizes), ("groups", [(n,) for n in groups]), ("loads", loads), ("jobs", [(jobs or 1,)])):
         for some in numbers:
             if any(n < 1 for n in some):
@@ -365,7 +341,7 @@ def precompile(
         (op, dtype, K, V, group, pack, chunk_size, precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
     ]
-    return build(arch, _launches, calls, jobs, heard)
+    return build(arch, _launches, calls, jobs, heard, card)
 
 
 def build(
@@ -374,9 +350,10 @@ def build(
     calls: Sequence[tuple[Any, ...]],
     jobs: int,
     heard: Callable[[Built, int], None] = lambda built, of: None,
+    card: str = "",
 ) -> list[Built]:
     """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments."""
-    crew, made = _Crew(arch, jobs), []
+    crew, made = Crew(lambda jobs: _workers(arch, jobs, card), jobs), []
     with crew.pool:
         found = list(crew.each(listen, calls))
         if None in found:

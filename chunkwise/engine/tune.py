@@ -1,7 +1,8 @@
-"""Which block sizes, warps and pipeline stages a kernel runs with. No search happens in a call: a rule, or a measured winner."""
+"""Which block sizes, warps and pipeline stages a kernel runs with. No search happens in a call: it was measured, or a rule says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ..spec import Gate, Rule
+from .measured import key, measured
 from .problem import Problem
 
 
@@ -51,6 +53,7 @@ class Card:
 
     arch: str  # "sm_90", "gfx942"
     shared: int  # bytes of shared memory that a program can have
+    name: str = ""  # as its maker calls it; "": nobody knows
 
     @property
     def engine(self) -> bool:
@@ -72,7 +75,8 @@ def card() -> Card:
 def _card(driver: Any, device: Any) -> Card:
     target = driver.get_current_target()
     arch = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
-    return Card(arch, driver.utils.get_device_properties(device)["max_shared_mem"])
+    name = torch.cuda.get_device_name(device) if isinstance(device, int) else driver.name  # of a stand-in: see precompile.py
+    return Card(arch, driver.utils.get_device_properties(device)["max_shared_mem"], name)
 
 
 def padded(n: int) -> int:
@@ -296,31 +300,46 @@ def _decay(p: Problem) -> Config:
     return Config(0, 0, 2, 1, tma=False)
 
 
-RULES = {
-    "index": _index,
-    "recurrent": _recurrent,
-    "recurrent_half": _recurrent_half,
-    "recurrent_v_first": _recurrent_v_first,
-    "score_bounded": _score_bounded,
-    "decay": _decay,
-    "value_output": _value_output,
-    "affine_score": _affine_score,
-    "affine": _affine,
-    "grad_pair": _grad_pair,
-    "grad_reader": _grad_reader,
-    "grad_reader_far": _grad_reader_far,
-    "inverse": _inverse,
-    "score": _score,
-    "state_pass": _output,
-    "state_pass_states": _states,  # without the output, storing states
-    "state_pass_reverse": _reverse,
-    "state_pass_ends": _ends,  # without output and states
-    "carry": _carry,
-    "grad": _grad,
-    "small_strength": _small_strength,
-    "grad_blocks": _grad_blocks,
-    "grad_key": _grad_key,
-    "grad_far": _grad_far,
+@dataclass(frozen=True)
+class Choice:
+    """A kernel's config: what was measured on this card for such a problem, or else its rule's."""
+
+    kernel: str
+    rule: Callable[[Problem], Config]
+
+    def __call__(self, p: Problem) -> Config:
+        fields = measured(card().name).get(key(self.kernel, p))
+        return self.rule(p) if fields is None else Config(**fields)
+
+
+RULES: dict[str, Callable[[Problem], Config]] = {
+    name: Choice(name, rule)
+    for name, rule in {
+        "index": _index,
+        "recurrent": _recurrent,
+        "recurrent_half": _recurrent_half,
+        "recurrent_v_first": _recurrent_v_first,
+        "score_bounded": _score_bounded,
+        "decay": _decay,
+        "value_output": _value_output,
+        "affine_score": _affine_score,
+        "affine": _affine,
+        "grad_pair": _grad_pair,
+        "grad_reader": _grad_reader,
+        "grad_reader_far": _grad_reader_far,
+        "inverse": _inverse,
+        "score": _score,
+        "state_pass": _output,
+        "state_pass_states": _states,  # without the output, storing states
+        "state_pass_reverse": _reverse,
+        "state_pass_ends": _ends,  # without output and states
+        "carry": _carry,
+        "grad": _grad,
+        "small_strength": _small_strength,
+        "grad_blocks": _grad_blocks,
+        "grad_key": _grad_key,
+        "grad_far": _grad_far,
+    }.items()
 }
 
 

@@ -1,0 +1,66 @@
+"""Configs that were measured on a card, `tuned/<card>.json`, which `chunkwise tune` writes: they go before the rules of tune.py.
+
+None changes a bit of any result: what is kept was seen to give the bits of the rule's config. So it may depend on how many heads there are
+to fill the card with, which a sample's result must not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .problem import Problem, power_of_two
+
+FOLDER = Path(__file__).parent / "tuned"
+Key = tuple[str, str, str, str, int, int, int, int, bool]
+KEY = ("kernel", "gate", "rule", "dtype", "K", "V", "C", "heads", "packed")
+
+
+def key(kernel: str, p: Problem) -> Key:
+    """What a measurement holds for: a kernel of a cell, type and head sizes, and, to a power of two, the heads of all sequences."""
+    heads = power_of_two(p.N * p.HV + 1) // 2
+    return kernel, str(p.gate), str(p.rule), str(p.dtype).removeprefix("torch."), p.K, p.V, p.C, heads, p.cu_seqlens is not None
+
+
+def file_name(card: str) -> str:
+    """"NVIDIA H200" -> nvidia_h200"""
+    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_")
+
+
+def cards() -> list[str]:
+    """Names of the cards there are measurements of."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def load(card: str, folder: Path | None = None) -> dict[Key, dict[str, Any]]:
+    """By key the fields of a Config. Raises ValueError naming a file that is none of ours."""
+    file = (folder or FOLDER) / f"{file_name(card)}.json"
+    if not card or not file.exists():
+        return {}
+    try:
+        rows = json.loads(file.read_text())["configs"]
+        return {tuple(row[n] for n in KEY): row["config"] for row in rows}
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"tune: {file} is no file of measured configs") from None
+
+
+@cache
+def measured(card: str) -> Mapping[Key, dict[str, Any]]:
+    """Those of the package, read once."""
+    return load(card)
+
+
+def save(card: str, configs: Mapping[Key, dict[str, Any]], about: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """Add configs to a card's file, in place of what is there under the same keys; about: how they were measured."""
+    file = (folder or FOLDER) / f"{file_name(card)}.json"
+    all_of = {**load(card, folder), **configs}
+    rows = [json.dumps({**dict(zip(KEY, k)), "config": all_of[k]}) for k in sorted(all_of)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {row}" for row in rows)
+    file.write_text(f'{{"card": {json.dumps(card)}, "measured": {json.dumps(about)}, "configs": [\n{lines}\n]}}\n')
+    measured.cache_clear()
+    return file

@@ -1,0 +1,104 @@
+"""Configs measured on a card go before the rules, are found by what they were measured for, and are what is built ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from chunkwise.bench import tuner  # noqa: E402
+from chunkwise.cli import main  # noqa: E402
+from chunkwise.engine import measured, tune  # noqa: E402
+from chunkwise.engine.problem import problem  # noqa: E402
+from chunkwise.engine.tune import Card, Config  # noqa: E402
+from chunkwise.spec import Gate, Rule, Streams  # noqa: E402
+
+CARD = "NVIDIA Test 9000"
+
+
+def posed(B=2, HV=5, K=64, V=64, dtype=torch.bfloat16):
+    x = torch.zeros(B, 100, HV, K, dtype=dtype)
+    streams = Streams(x, x, torch.zeros(B, 100, HV, V, dtype=dtype))
+    return problem(streams, None, None, gate=Gate.NONE, rule=Rule.ADD, chunk=64, scale=1.0, precision="ieee")
+
+
+def use(config: Config, V: int = 128) -> tuner.Use:
+    return tuner.Use("grad", measured.key("grad", posed()), config, V)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A package whose files of measured configs are these."""
+    monkeypatch.setattr(measured, "FOLDER", tmp_path)
+    monkeypatch.setattr(tune, "card", lambda: Card("sm_90", 227 << 10, CARD))
+    measured.measured.cache_clear()
+    yield tmp_path
+    measured.measured.cache_clear()
+
+
+def test_what_was_measured_goes_before_the_rule_for_such_problems_alone(folder):
+    ruled = tune.config("grad", posed())
+    fast = replace(ruled, num_warps=8)
+    measured.save(CARD, {measured.key("grad", posed()): asdict(fast)}, {"date": "today"})
+    assert (folder / "nvidia_test_9000.json").exists() and measured.cards() == ["nvidia_test_9000"]
+    assert tune.config("grad", posed()) == tune.config("grad", posed(B=1, HV=15)) == fast  # 8 to 15 heads in all
+    for other in (posed(B=4), posed(K=128), posed(V=32), posed(dtype=torch.float16), posed(B=1)):
+        assert tune.config("grad", other) == tune.RULES["grad"].rule(other)
+    assert tune.config("inverse", posed()) == tune.RULES["inverse"].rule(posed())
+
+
+def test_a_later_measurement_replaces_the_same_one_and_keeps_the_others(folder):
+    one, two = (measured.key(name, posed()) for name in ("grad", "inverse"))
+    configs = [asdict(Config(64, 64, w, 2)) for w in (1, 2, 4)]
+    measured.save(CARD, {one: configs[0], two: configs[1]}, {})
+    measured.save(CARD, {one: configs[2]}, {})
+    assert measured.load(CARD) == {one: configs[2], two: configs[1]} and measured.load("another") == measured.load("") == {}
+    (folder / "nvidia_test_9000.json").write_text("{}")
+    with pytest.raises(ValueError, match="nvidia_test_9000.json"):
+        measured.load(CARD)
+
+
+def test_the_package_s_own_files_are_read():
+    for card in measured.cards():
+        for fields in measured.load(card).values():
+            assert Config(**fields).num_warps in (1, 2, 4, 8)
+
+
+def test_candidates_change_one_thing_and_never_the_sums():
+    rule = Config(64, 64, 4, 2, registers=168)
+    made = tuner.candidates(use(rule))
+    assert rule not in made and len(set(made)) == len(made)
+    assert all(c.BK == rule.BK and c.BV in (64, 128) and c.num_warps in (2, 4, 8) for c in made)  # never narrower than 64
+    assert {c.num_stages for c in made} == {1, 2, 3, 4} and any(not c.tma for c in made) and any(c.registers is None for c in made)
+    assert all(c.BV == 0 for c in tuner.candidates(use(Config(64, 0, 4, 1))))  # a kernel without blocks of values
+    assert {c.BV for c in tuner.candidates(use(Config(64, 32, 4, 1), V=40))} == {16, 32, 64}
+
+
+def test_overridden_configs_last_as_long_as_they_should():
+    before, other = dict(tune.RULES), Config(16, 16, 1, 1)
+    with pytest.raises(KeyError), tuner.using({"grad": other}):
+        assert tune.config("grad", posed()) == other
+        raise KeyError
+    assert tune.RULES == before
+
+
+def test_kernels_of_a_call_are_seen_with_their_configs(folder):
+    def call():
+        tune.config("inverse", posed())
+        tune.config("grad", posed())
+        tune.config("grad", posed(K=16))  # two configs: it is not known which is whose
+
+    assert [(u.kernel, u.config) for u in tuner.uses(call)] == [("inverse", tune.config("inverse", posed()))]
+
+
+@pytest.mark.parametrize("arguments, named", [(["gla"], "no GPU"), (["gla", "--jobs", "0"], "--jobs"), (["nobody"], "nobody")])
+def test_what_cannot_be_tuned_is_refused_in_one_line(arguments, named, capsys):
+    if named == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *arguments])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and named in said.err and said.err.count("\n") == 1
