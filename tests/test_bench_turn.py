@@ -113,3 +113,21 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
     assert offered(3) == candidates and len(built) == 2 * BEST + len(candidates)
     size = 1
     assert offered(1, other) == candidates
+
+
+def test_an_autotuner_may_be_offered_few_candidates(monkeypatch):
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    class Kernel:
+        def run(self, *args, **kwargs):
+            pass
+
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: self.configs)  # put back afterwards
+    build_side_by_side(few=3)
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn, tuner.base_fn, tuner.nargs = Kernel(), None, {}
+    for offered, kept in ((2, [0, 1]), (3, [0, 1, 2]), (8, [0, 2, 5])):
+        tuner.configs = [Config(dict(BLOCK=b)) for b in range(offered)]
+        assert [c.kwargs["BLOCK"] for c in tuner.prune_configs({})] == kept

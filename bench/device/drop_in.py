@@ -1,6 +1,7 @@
 """One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128, hidden 2048): through chunkwise's drop-in and through fla-core.
 
     python bench/device/drop_in.py                       every side in a process of its own, in turn, twice; the errors beside the times
+    python bench/device/drop_in.py --together            the same in one process, which patches and unpatches the layer
     python bench/device/drop_in.py --sizes 1x256 --dtype float32 --device cpu --rounds 1 --sides ours,fallback
 
 Sides: ours (the drop-in), fla (fla-core's operator, transformers' convolution: what a user of both has), fla+conv (fla-core's operator, our
@@ -10,6 +11,7 @@ convolution: the operators alone differ), fallback (transformers alone). Errors 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import inspect
@@ -104,48 +106,63 @@ def attempt(line, name, call):
             traceback.print_exc()
 
 
-def side(a) -> None:
-    """One side in this process."""
-    from chunkwise.compat import install_as_fla, patch_transformers
+@contextlib.contextmanager
+def bound(side: str, a):
+    """transformers' modeling file with the functions of that side."""
+    from chunkwise.compat import patch_transformers
 
-    if a.side in ("ours", "fallback"):
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-    else:
+    if "fla" in side and "fla" not in sys.modules:
         import fla.ops.common.chunk_o
 
         # Its guard refuses the gated backward on Triton 3.4.0 to 3.7.0 (fla #640). Off for timing; the errors say if it is right.
         fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True
         from chunkwise.bench.autotuner import build_side_by_side
 
-        build_side_by_side(shortlist=a.shortlist)
-        if a.side == "fla+conv":  # causal_conv1d ours, fla theirs
-            shims = install_as_fla(replace=True)
-            ours = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "causal_conv1d"}
-            shims.undo()
-            sys.modules.update(ours)
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-    if a.side == "ours":
-        patch_transformers(replace=True)
+        build_side_by_side(threads=a.threads, shortlist=a.shortlist, few=a.few)
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    if side == "ours":
+        with patch_transformers(replace=True):
+            yield modeling
+        return
+    before = modeling.causal_conv1d_fn
+    if side == "fla+conv":
+        with patch_transformers(replace=True):
+            ours = modeling.causal_conv1d_fn
+        modeling.causal_conv1d_fn = ours
+    try:
+        yield modeling
+    finally:
+        modeling.causal_conv1d_fn = before
+
+
+def sides(a) -> None:
+    """The sides in this process, in turn."""
+    if any("fla" in s for s in a.sides.split(",")):
+        with bound("fla", a):  # transformers' file takes what it finds when it is imported
+            pass
     model = layer(a.device)
-    bound = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
-    for size in a.sizes.split(","):
-        where = "/".join(pathlib.Path(bound.__code__.co_filename).parts[-3:])
-        line = {"side": a.side, "dtype": a.dtype, "operator": where, "torch": torch.__version__}
-        measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a)
-        print(json.dumps(line), flush=True)
-        if a.out:
-            with open(a.out, "a") as file:
-                file.write(json.dumps(line) + "\n")
+    for round_ in range(a.rounds):
+        for name in a.sides.split(","):
+            with bound(name, a) as modeling:
+                operator = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
+                for size in a.sizes.split(","):
+                    line = {"side": name, "dtype": a.dtype, "operator": operator.__module__, "torch": torch.__version__}
+                    measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a, round_ == 0)
+                    print(json.dumps(line), flush=True)
+                    if a.out:
+                        with open(a.out, "a") as file:
+                            file.write(json.dumps(line) + "\n")
 
 
-def measure(line, low, B: int, T: int, a) -> None:
-    """Errors and times of the layer `low` on B rows of T tokens, added to `line`."""
+def measure(line, low, B: int, T: int, a, proof: bool) -> None:
+    """Errors (proof) and times of the layer `low` on B rows of T tokens, added to `line`."""
     from chunkwise.compat import patch_transformers
 
     line |= {"B": B, "T": T}
     torch.manual_seed(1)
     x = torch.randn(B, T, HIDDEN, device=a.device, dtype=getattr(torch, a.dtype))
-    if not a.no_errors:
+    if proof and not a.no_errors:
 
         def compare():
             got = results(low, x)
@@ -171,12 +188,16 @@ def measure(line, low, B: int, T: int, a) -> None:
         return round(time.perf_counter() - start, 2)
 
     repeat = a.repeat if a.device == "cuda" else 1
+    if a.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for name, call in (("forward", forward), ("step", step)):
         attempt(line, f"{name}_first_s", functools.partial(first, call))
         attempt(line, f"{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
-        if a.device == "cuda":
+    if a.device == "cuda":
+        line["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        for name, call in (("forward", forward), ("step", step)):
             attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
-    if a.compile:
+    if a.compile and line["side"] == "ours":
         torch._dynamo.reset()
         attempt(line, "graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count)
         torch._dynamo.reset()
@@ -190,7 +211,7 @@ def measure(line, low, B: int, T: int, a) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--side")
+    parser.add_argument("--together", action="store_true", help="all sides in this process")
     parser.add_argument("--sides", default="ours,fla,fla+conv")
     parser.add_argument("--sizes", default="1x8192,4x4096")
     parser.add_argument("--dtype", default="bfloat16")
@@ -201,18 +222,20 @@ def main() -> None:
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--shortlist", type=pathlib.Path, help="Triton's cache of an earlier run, whose best candidates fla's tuner tries")
+    parser.add_argument("--few", type=int, help="candidates that fla's tuner tries of every other kernel, spread over its list")
+    parser.add_argument("--threads", type=int, default=8, help="that build its candidates")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", help="a file that the lines are added to")
     a = parser.parse_args()
-    if a.side:
-        side(a)
+    if a.together:
+        sides(a)
         return
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
-            given = [sys.argv[0], "--side", name, "--sizes", a.sizes, "--dtype", a.dtype, "--device", a.device, "--repeat", str(a.repeat)]
-            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0 and name == "ours")
-            given += ["--shortlist", str(a.shortlist)] if a.shortlist else []
-            given += ["--verbose"] * a.verbose + (["--out", a.out] if a.out else [])
+            given = [sys.argv[0], "--together", "--sides", name, "--rounds", "1"]
+            for option in ("sizes", "dtype", "device", "repeat", "threads", "few", "shortlist", "out"):
+                given += [f"--{option}", str(getattr(a, option))] if getattr(a, option) else []
+            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0) + ["--verbose"] * a.verbose
             start = time.perf_counter()
             try:
                 subprocess.run([sys.executable, *given], timeout=a.limit)

@@ -65,7 +65,7 @@ def theirs(a: argparse.Namespace) -> Any:
 
     # Its guard refuses the gated backward on Triton 3.4.0 to 3.7.0 (fla #640). For timing it is off; the proof says if the result is right.
     fla.ops.common.chunk_o.TRITON_ABOVE_3_7_1 = True
-    build_side_by_side(shortlist=a.shortlist)
+    build_side_by_side(threads=a.threads, shortlist=a.shortlist, few=a.few)
     config = GatedDeltaNetConfig(
         hidden_size=a.width, num_hidden_layers=a.layers, num_heads=a.heads, head_dim=a.head, expand_v=1.0, intermediate_size=a.inner,
         vocab_size=a.vocab, use_cache=False, norm_eps=1e-6, fuse_linear_cross_entropy=a.fused_head, fuse_cross_entropy=not a.fused_head,
@@ -82,15 +82,15 @@ BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "chunkwise captured": ou
 def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
     """The first layers' logits and loss gradient in bfloat16 autocast against float64 by the same weights, our model in float64."""
     small = argparse.Namespace(**{**vars(a), "layers": 2})
-    x = batch(tokens, 0, 2, 300).to(DEVICE)
+    x = batch(tokens, 0, a.batch, a.context).to(DEVICE)  # the size that is timed: kernels are tuned and built once
     model, truth = BUILD[side](small), ours(small).double()
     results = []
     for m, auto in ((model, True), (truth, False)):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=auto):
-            logits = m(x).logits.double()
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+            logits = m(x).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), x[:, 1:].flatten()).backward()
         grads = {n: p.grad.double() for n, p in m.named_parameters()}
-        results.append((logits.detach(), grads))
+        results.append((logits.detach().double(), grads))
     (logits, grads), (want, dwant) = results
     worst = max((((grads[n] - d).norm() / d.norm()).item(), n) for n, d in dwant.items())
     error = ((logits - want).norm() / want.norm()).item()
@@ -100,7 +100,7 @@ def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
 def prepare(side: str, a: argparse.Namespace) -> tuple[Any, Any]:
     """The model, and step(ids [B, T], its number) -> loss: forward, backward, clipping, AdamW, the rate rising for 20 steps."""
     model = BUILD[side](a).train()
-    run = torch.compile(model) if side.endswith("compiled") else model
+    run = torch.compile(model, fullgraph=True) if side.endswith("compiled") else model
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
@@ -214,6 +214,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--fused-head", action="store_true", help="fla's fused linear cross entropy")
     parser.add_argument("--shortlist", type=pathlib.Path, help="Triton's cache of an earlier run, whose best candidates fla's tuner tries")
+    parser.add_argument("--few", type=int, help="candidates that fla's tuner tries of every other kernel, spread over its list")
+    parser.add_argument("--threads", type=int, default=8, help="that build its candidates")
     parser.add_argument("--sides", default=",".join(BUILD), help="comma-separated")
     parser.add_argument("--prove-only", action="store_true", help="prove, and take two steps: fills the compilers' caches")
     parser.add_argument("--profile", action="store_true", help="say where two steps go, instead")

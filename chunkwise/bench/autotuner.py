@@ -30,11 +30,12 @@ def tune_in_turns(lock: Path) -> None:
     Autotuner.do_bench = property(bench)
 
 
-def build_side_by_side(threads: int = 8, shortlist: Path | None = None) -> None:
+def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int | None = None) -> None:
     """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
     chooses as it always does. shortlist: a folder that holds the autotuner's files of an earlier run (Triton's cache, or a copy of its
     *.autotune.json). A kernel timed there for the same key has the choice made there, as Triton itself would keep it; for another key
-    it is offered the BEST of every key of that run instead of all its candidates, if the device can run any of them."""
+    it is offered the BEST of every key of that run instead of all its candidates, if the device can run any of them. few: any other kernel
+    is offered so many of its candidates, evenly spread over their list."""
     from triton.runtime.autotuner import Autotuner
 
     one_by_one, timed = Autotuner.prune_configs, _timed(shortlist) if shortlist else {}
@@ -56,6 +57,8 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None) -> None:
         with ThreadPoolExecutor(threads) as pool:
             if any(map(_fits, list(pool.map(build, known)))):
                 return known
+            if few is not None and len(configs) > few:
+                configs = [configs[i * len(configs) // few] for i in range(few)]
             list(pool.map(build, configs))
         return configs
 
