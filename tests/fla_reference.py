@@ -18,7 +18,9 @@ from fla.ops.delta_rule.naive import delta_rule_recurrence
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.hgrn.naive import naive_recurrent_hgrn
 from fla.ops.kda.naive import naive_recurrent_kda
+from fla.ops.precond_kda.naive import naive_recurrent_precond_kda
 from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 from torch.nn import functional as F
 
@@ -44,6 +46,11 @@ MODELS = {
     "ABC, convolved": dict(num_heads=2, num_slots=5, use_short_conv=True),
     "RWKV6": dict(num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=5),
     "RWKV7": dict(head_dim=8, decay_low_rank_dim=3, gate_low_rank_dim=5, a_low_rank_dim=4, v_low_rank_dim=6, fuse_norm=False),
+    "HGRN": dict(),
+    "HGRN, wide, convolved": dict(expand_ratio=2, use_short_conv=True),
+    "PrecondGatedDeltaNet": dict(num_heads=2, head_dim=4, num_v_heads=4),
+    "PrecondKDA": dict(num_heads=2, head_dim=4),
+    "PrecondKDA, bounded": dict(num_heads=2, head_dim=4, safe_gate=True, lower_bound=-5.0, squash_x=1.2),
     "HGRN2": dict(expand_ratio=8),
     "Transformer": dict(num_heads=2, num_kv_heads=1),
     "Transformer, windowed": dict(num_heads=2, window_size=5),
@@ -115,9 +122,22 @@ def gdn(q, k, v, g, beta, A_log=None, dt_bias=None, allow_neg_eigval=False, **_)
 
 
 def kda(q, k, v, g, beta, A_log=None, dt_bias=None, lower_bound=None, allow_neg_eigval=False, **_):
-    f, A = g + dt_bias.view(g.shape[2:]), A_log.exp()[:, None]
-    g = -A * F.softplus(f) if lower_bound is None else lower_bound * (A * f).sigmoid()
+    g = kda_gate(g, A_log, dt_bias, lower_bound)
     return naive_recurrent_kda(*heads(q, k, v), g, raw_beta(beta, allow_neg_eigval))
+
+
+def kda_gate(g, A_log, dt_bias=None, lower_bound=None, **_):
+    f, A = g + dt_bias.view(g.shape[2:]), A_log.exp()[:, None]
+    return -A * F.softplus(f) if lower_bound is None else lower_bound * (A * f).sigmoid()
+
+
+def preconditioned(q, k, v, g, g_atk, beta, beta_atk, x=1.5, eps=1e-6, log_atk_scale=None, **_):
+    """fla's reference of the member with a gate per head makes unit vectors of its own, without the kernels' eps; its KDA's does not."""
+    n = v.shape[2] // q.shape[2]
+    q, k, g_atk, beta_atk = (t.repeat_interleave(n, 2) for t in (unit(q), unit(k), g_atk, beta_atk))
+    g = g if g.ndim == 4 else g[..., None].expand(k.shape)
+    centre = log_atk_scale.repeat_interleave(n)
+    return naive_recurrent_precond_kda(q, k, v, g=g, g_atk=g_atk, beta=beta, beta_atk=beta_atk, x=x, eps=eps, log_atk_scale=centre)
 
 
 def gla(q, k, v, g=None, gk=None, **_):
@@ -203,6 +223,9 @@ REPLACED = {
     "flash_attn_func": flash, "chunk_rwkv6": six, "fused_recurrent_rwkv6": six, "chunk_rwkv7": seven, "token_shift": shift,
     "fused_addcmul_rwkv7": mixtures, "fused_k_rwkv7": lambda k, a, k_a: k.addcmul(k * (a - 1), k_a), "layer_norm": layer_norm,
     "group_norm": group_norm, "gate_output_correction": correction, "l2_norm": unit, "chunk_abc": abc,
+    "fused_kda_gate": kda_gate, "chunk_precond_kda": preconditioned, "fused_recurrent_precond_kda": preconditioned,
+    "chunk_precond_gated_delta_rule": preconditioned, "fused_recurrent_precond_gated_delta_rule": preconditioned,
+    "chunk_hgrn": naive_recurrent_hgrn, "fused_recurrent_hgrn": lambda x, g, **_: naive_recurrent_hgrn(x, g),
     "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu,
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_every_configuration_key_changes_something():
         use_cache=False, output_logits=False, sliding_window=3, use_lower_bound=False, num_slots=3, num_householder=3,
         use_forget_gate=False, correction_factor=0.5, normalize_feedback=True, state_size=6, num_groups=2,
         attention=dict(num_heads=4, head_dim=4), mixer_norm_eps=0.5, norm="layer", embedding_norm=True, mlp="channel_mix",
-        proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3,
+        proj_low_rank_dim=3, decay_low_rank_dim=3, a_low_rank_dim=3, v_low_rank_dim=3, squash_x=1.2, squash_eps=0.1,
     )  # fmt: skip
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
     own = set(ChunkwiseConfig.__annotations__) - {"model_type", "keys_to_ignore_at_inference", "attribute_map"}
@@ -138,7 +138,7 @@ def test_every_configuration_key_changes_something():
 def test_mode_and_chunk_size_reach_the_layers_and_change_no_result():
     for name in all_mixers():
         model, x = build(mixer=name), ids(1, 70)
-        for form in model.model.layers[0].attn.member.forms:
+        for form in model.model.layers[0].attn.forms:
             mode = PREFIX[form]
             other = build(mixer=name, mode=mode, chunk_size=16)
             assert all(b.attn.mode == mode and b.attn.chunk_size == 16 for b in other.model.layers)

@@ -8,7 +8,7 @@ from nn_case import MEMBERS, D, agree_with_gradients, build, draw, with_gradient
 from torch.nn import functional as F
 
 from chunkwise.nn import mixer_class
-from chunkwise.spec import all_ops
+from chunkwise.spec import all_ops, public_functions
 
 # The re-statement: one sequence x [T, D], token by token, straight from the papers; p holds the parameters by their checkpoint keys.
 
@@ -153,6 +153,36 @@ def plain_kda(layer, p, x):
     return output(layer, p, x, o, "o_norm", gate)
 
 
+def preconditioned(layer, p, x, g, gate, decay):
+    """The rule of both members: g [T, HV, K or 1], decay: the name of the projection that the preconditioner's gate comes from."""
+    q, k, v = project(layer, p, x, silu_without_conv=True)
+    q, k, HV = unit(q), unit(k), layer.out_heads
+    keep = spread((-p["A_log_atk"].exp() * F.softplus(F.linear(x, p[f"{decay}.weight"]) + p["dt_bias_atk"])).exp(), HV)
+    strength = spread(F.linear(x, p["b_atk_proj.weight"]).sigmoid(), HV)
+    centre, beta = spread(p["log_atk_scale"][None], HV)[0][:, None], write_strength(layer, p, x)
+    S, A, outputs = torch.zeros(HV, q.shape[2], v.shape[2], dtype=x.dtype), torch.zeros(HV, q.shape[2], dtype=x.dtype), []
+    for t in range(len(x)):
+        A = keep[t][:, None] * A + strength[t][:, None] * k[t].square()
+        r = (A + 1e-6).log() - centre
+        S = g[t].exp()[..., None] * S
+        error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", S, k[t]))
+        S = S + (k[t] * 1.5 ** -(r / (1 + r.abs())))[..., None] * error[:, None]
+        outputs.append(torch.einsum("hkv,hk->hv", S, q[t]) * q.shape[2] ** -0.5)
+    return output(layer, p, x, torch.stack(outputs), "o_norm", gate)
+
+
+def plain_precond_gated_delta_rule(layer, p, x):
+    g = -p["A_log"].exp() * F.softplus(F.linear(x, p["a_proj.weight"]) + p["dt_bias"])
+    return preconditioned(layer, p, x, spread(g, layer.out_heads)[..., None], swish_gate(p, x), "a_atk_proj")
+
+
+def plain_precond_kda(layer, p, x):
+    f = low_rank(p, "f_proj", x) + p["dt_bias"]
+    g = -p["A_log"].exp()[:, None] * F.softplus(f).view(len(x), layer.num_v_heads, -1)
+    gate = low_rank(p, "g_proj", x).sigmoid() if "g_proj.0.weight" in p else None
+    return preconditioned(layer, p, x, spread(g, layer.out_heads), gate, "a_proj")
+
+
 def joint_output(p, o, norm, gate=None):
     o = normed(o.flatten(1), p[f"{norm}.weight"])
     return F.linear(o if gate is None else o * gate, p["o_proj.weight"])
@@ -161,6 +191,15 @@ def joint_output(p, o, norm, gate=None):
 def plain_hgrn2(layer, p, x):
     q, f, v = project(layer, p, x, letters="qfi", activation=lambda y: y)
     return joint_output(p, recurrence(F.silu(q), 1 - f.sigmoid(), v, f.sigmoid().log()), "g_norm", swish_gate(p, x))
+
+
+def plain_hgrn(layer, p, x):
+    i, f = (short_conv(p, n, F.linear(x, p[f"{n}_proj.weight"]), lambda y: y) for n in "if")
+    h, outputs = torch.zeros_like(i[0]), []
+    for t in range(len(x)):
+        h = f[t].sigmoid() * h + (1 - f[t].sigmoid()) * F.silu(i[t])
+        outputs.append(h)
+    return F.linear(normed(torch.stack(outputs), p["g_norm.weight"]) * swish_gate(p, x), p["o_proj.weight"])
 
 
 def plain_gsa(layer, p, x):
@@ -340,4 +379,4 @@ def test_layer_is_its_paper(name, case):
 
 def test_every_operator_with_a_page_has_a_layer_and_a_restatement():
     assert set(MEMBERS) == {n[len("plain_") :] for n in globals() if n.startswith("plain_")}
-    assert set(MEMBERS) <= all_ops().keys()
+    assert set(MEMBERS) <= public_functions().keys() and set(MEMBERS) - all_ops().keys() == {"hgrn"}

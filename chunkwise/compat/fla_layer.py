@@ -18,6 +18,7 @@ from .alias import bind, parameters
 HEADS = "hidden_size=2048, expand_v=%s, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk'"
 CONV = "conv_size=4, conv_bias=False, layer_idx=None, norm_eps=1e-5"
 WIDE = "mode='chunk', hidden_size=1024, expand_k=%s, expand_v=%s, num_heads=%s"
+SQUASH = "squash_x=1.5, squash_eps=1e-6, log_atk_scale_init=-0.2"
 NORMED = "elementwise_affine=True, norm_eps=1e-5"
 ASIDE = {"layer_idx", "fuse_norm", "safe_gate", "gate_low_rank_dim"}  # of these layers: what changes no result
 FIXED: dict[str, tuple[Any, ...]] = {"elementwise_affine": (True,), "gate_fn": ("swish", "silu")}
@@ -76,13 +77,13 @@ class LayerAlias:
                 if alias.op in ("retention", "gla") and not (fused and x.get("use_gate", True)):
                     self.norm_name = "g_norm"
                 super().__init__(x.pop("hidden_size"), x.pop("num_heads"), **x)
-                self.bounded = alias.op == "hgrn2" and not first  # fla's first layer has no bound
+                self.bounded = ours.floored and not first  # fla's first layer has no bound
 
             def forward(
                 self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, use_cache: bool = False,
                 output_attentions: bool = False, cu_seqlens: Tensor | None = None, lower_bound: Tensor | None = None,
             ) -> tuple[Tensor, None, None]:  # fmt: skip
-                """As in fla. lower_bound [channels]: of HGRN2's forget factors, but in a layer of layer_idx 0.
+                """As in fla. lower_bound [channels]: of the forget factors of HGRN and HGRN2, but in a layer of layer_idx 0.
 
                 Raises ValueError for a lower_bound of another layer, and for a cache: layers here hand states over, and chunkwise's models
                 keep them.
@@ -91,7 +92,7 @@ class LayerAlias:
                 for name, given in asked.items():
                     if given:
                         raise ValueError(f"{alias.name}: {name}: chunkwise's layer under fla's name has none; its own class takes state=")
-                if lower_bound is not None and alias.op != "hgrn2":
+                if lower_bound is not None and not ours.floored:
                     raise ValueError(f"{alias.name}: lower_bound: this layer's gate has none")
                 depth = Depth(floor=lower_bound if self.bounded else None)
                 o, _ = super().forward(hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens, depth=depth)
@@ -144,6 +145,13 @@ LAYERS = (
                "use_input_gate=False, use_output_gate=True, use_norm=True, clamp_min=-32, clamp_max=32, layer_idx=None)", GATED,
                {"use_rope": (True,), "use_input_gate": (False,), "use_norm": (True,), "clamp_min": (-32,), "clamp_max": (32,),
                 "gate_logit_normalizer": (16,)}),
+    LayerAlias("precond_gated_deltanet", "precond_gated_delta_rule", f"PrecondGatedDeltaNet({HEADS % 2}, use_gate=True, "
+               f"use_short_conv=True, allow_neg_eigval=False, {CONV}, {SQUASH})", fixed={"log_atk_scale_init": (-0.2,)}),
+    LayerAlias("precond_kda", "precond_kda", "PrecondKDA(hidden_size=2048, expand_v=1, head_dim=128, num_heads=16, num_v_heads=None, "
+               f"mode='chunk', use_short_conv=True, allow_neg_eigval=False, safe_gate=False, lower_bound=None, {CONV}, {SQUASH})",
+               fixed={"num_v_heads": (None,), "log_atk_scale_init": (-0.2,)}),
+    LayerAlias("hgrn", "hgrn", "HGRNAttention(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "
+               f"conv_bias=False, {NORMED}, layer_idx=None)", {"expand_ratio": "expand_v"}, options={"num_heads": 1}),
     LayerAlias("hgrn2", "hgrn2", "HGRN2Attention(mode='chunk', hidden_size=1024, num_heads=None, expand_ratio=128, use_short_conv=False, "
                f"conv_size=4, conv_bias=False, {NORMED}, layer_idx=None)"),
 )  # fmt: skip

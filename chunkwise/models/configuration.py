@@ -85,6 +85,8 @@ class ChunkwiseConfig(PretrainedConfig):
     use_forget_gate: bool | None = None
     correction_factor: float | int | None = None
     normalize_feedback: bool | None = None
+    squash_x: float | int | None = None
+    squash_eps: float | int | None = None
     state_size: int | None = None
     num_groups: int | None = None
     proj_low_rank_dim: int | None = None

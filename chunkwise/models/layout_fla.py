@@ -29,6 +29,8 @@ CONV = {"use_short_conv": "use_short_conv", "conv_size": "conv_size"}
 SAME = {"num_heads": "num_heads", "norm_eps": "norm_eps", "hidden_ratio": "hidden_ratio"}
 WIDE = {**SAME, "expand_k": "expand_k", "expand_v": "expand_v"}
 INNER = {"use_gate": False, "mixer_norm_eps": 1e-5}  # of the last norm of these layers, whatever norm_eps is
+SQUASH = {"squash_x": "squash_x", "squash_eps": "squash_eps"}
+BEGUN = ("log_atk_scale_init", "a_log_init_lower")  # where parameters begin
 HEADED = {**SAME, **CONV, "head_dim": "head_dim", "expand_v": "expand_v"}
 
 
@@ -44,6 +46,9 @@ def _arrange(given: Fields, mixer: str) -> Fields:
         heads = given["hidden_size"] // ratio if ratio else heads  # as in fla, a ratio decides
         ratio = ratio or given["hidden_size"] // heads
         given |= {"num_heads": heads, "head_dim": ratio, "expand_v": given["hidden_size"] / heads / ratio}
+    if mixer == "precond_kda":  # fla preconditions by value heads here, ours by key heads
+        if given.pop("num_v_heads", None) not in (None, given["num_heads"]):
+            raise ValueError(f"precond_kda: num_v_heads must be num_heads = {given['num_heads']}, for fla preconditions each value head")
     specs = given.pop("attn", None)
     if specs:
         given |= _hybrid([specs] if isinstance(specs, dict) else specs, mixer, given)
@@ -199,6 +204,20 @@ LAYOUTS = (
     _layout("abc", "ABC", "abc", {**WIDE, **CONV, "num_slots": "num_slots"},
             defaults=dict(expand_k=0.5, expand_v=1, num_heads=4, num_slots=64, use_short_conv=False, conv_size=4),
             fixed={**AFFINE, "clamp_min": (-32,), "clamp_max": (32,), "use_rope": (True,)}, aside=("gate_low_rank_dim",)),
+    _layout("precond_gated_deltanet", "PrecondGatedDeltaNet", "precond_gated_delta_rule",
+            {**HEADED, **SQUASH, "num_v_heads": "num_v_heads", "use_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval"},
+            defaults=dict(expand_v=2.0, head_dim=256, num_heads=6, num_hidden_layers=21, use_gate=True, use_short_conv=True, conv_size=4,
+                          allow_neg_eigval=False, squash_x=1.5, squash_eps=1e-6),
+            aside=BEGUN),
+    _layout("precond_kda", "PrecondKDA", "precond_kda",
+            {**HEADED, **SQUASH, "allow_neg_eigval": "allow_neg_eigval", "lower_bound": "lower_bound"},
+            defaults=dict(expand_v=1.0, head_dim=128, num_heads=16, use_short_conv=True, conv_size=4, allow_neg_eigval=False, squash_x=1.5,
+                          squash_eps=1e-6),
+            aside=(*BEGUN, "safe_gate"), ours={"use_gate": True}, deduce=_kda),
+    _layout("hgrn", "HGRN", "hgrn",
+            {**CONV, "norm_eps": "norm_eps", "hidden_ratio": "hidden_ratio", "expand_ratio": "expand_v",
+             "use_lower_bound": "use_lower_bound"},
+            defaults=dict(expand_ratio=1, use_short_conv=False, conv_size=4, use_lower_bound=True), fixed=AFFINE),
     _layout("hgrn2", "HGRN2", "hgrn2", {**HEADED, "use_lower_bound": "use_lower_bound"},
             defaults=dict(num_heads=None, expand_ratio=128, use_short_conv=False, conv_size=4, use_lower_bound=True),
             fixed=AFFINE, ours=INNER, deduce=_hgrn2),

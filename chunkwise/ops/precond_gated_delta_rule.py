@@ -5,7 +5,7 @@
     o_t = scale * S_t' q_t
 
 A is an elementwise scan before the pass and is kept as one more column of the state.
-Source: flash-linear-attention's precond_gated_delta_rule; it names no paper.
+Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear Recurrences. 2026.
 Keys of length at most 1 and beta in [0, 1 / x] keep the state bounded; otherwise it may grow without limit.
 """
 
@@ -61,7 +61,7 @@ def preconditioned(name: str, gate: Gate) -> Op:
     """The rule with a gate per head, or per key channel."""
     g = "B T HV" if gate is Gate.SCALAR else "B T HV K"
     return Op(
-        name=name, gate=gate, rule=Rule.DELTA, paper="https://github.com/fla-org/flash-linear-attention",
+        name=name, gate=gate, rule=Rule.DELTA, paper="https://arxiv.org/abs/2604.21100",
         args=dict(
             q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), g_atk=Arg("B T H", log_decay, free_dtype=True),
             g=Arg(g, log_decay, free_dtype=True), beta_atk=Arg("B T H", write_strength, free_dtype=True),

@@ -4,7 +4,8 @@
     S' = diag(exp g_t) S_{t-1};   S_t = S' + beta_t kt_t (v_t - S'' k_t)'      (S'' the transpose of S')
     o_t = scale * S_t' q_t
 
-Source: flash-linear-attention's precond_kda; it names no paper. `chunkwise.precond_gated_delta_rule` says what keeps the state bounded.
+Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear Recurrences. 2026. https://arxiv.org/abs/2604.21100
+`chunkwise.precond_gated_delta_rule` says what keeps the state bounded.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ...spec import PREFIX, Op, all_ops
+from ...spec import PREFIX, Form, Op, all_ops
 from ..conv import ShortConvolution
 from ..packing import Packing, plan_packing
 from ..shift import token_shift
@@ -94,8 +94,9 @@ class Mixer(nn.Module):
     A layer keeps nothing between calls: state goes in and comes out, and gradients go through it.
     """
 
-    op: ClassVar[str]  # the operator's name in all_ops()
+    op: ClassVar[str]  # the operator's name
     member: ClassVar[Op]  # its declaration, looked up when the class is made: on the class it burdens neither copies nor compilation
+    forms: ClassVar[tuple[Form, ...]]  # how it may be evaluated: the declaration's, for operators that have one
     op_options: ClassVar[dict[str, Any]] = {}  # fixed options of the operator
     keep_float32: ClassVar[tuple[str, ...]] = ()  # the layer's own parameters that no cast to a half type may round
     key_dim: int  # channels of the keys of all heads
@@ -103,12 +104,13 @@ class Mixer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if hasattr(cls, "op"):
+        if getattr(cls, "op", None) in all_ops():
             cls.member = all_ops()[cls.op]
+            cls.forms = cls.member.forms
 
     def __init__(self, hidden_size: int, num_heads: int, *, mode: str = "chunk", chunk_size: int = 64, norm_eps: float = 1e-5):
         super().__init__()
-        modes = [PREFIX[form] for form in self.member.forms]
+        modes = [PREFIX[form] for form in self.forms]
         if mode not in modes:
             raise ValueError(f"{self.op}: mode must be one of {modes}, got {mode!r}")
         if hidden_size < 1 or num_heads < 1:
@@ -143,6 +145,10 @@ class Mixer(nn.Module):
     def call_options(self) -> dict[str, Any]:
         """Options of the operator that differ from layer to layer."""
         return {}
+
+    def operate(self, inputs: dict[str, Tensor], *, form: Form, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """(o, the final state or None) of the operator."""
+        return self.member(inputs, form=form.value, **options, **self.op_options, **self.call_options())
 
     @torch.no_grad()
     def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
@@ -219,16 +225,10 @@ class Mixer(nn.Module):
         window = Window(packing, None if state is None else state.conv, output_state)
         inputs, gate = self.operands(x, window, packing.positions, depth)
         form = FORM["fused_recurrent" if not self.training and x.shape[1] <= SHORT else self.mode]
-        o, recurrent = self.member(
-            inputs,
-            form=form.value,
-            initial_state=None if state is None else state.recurrent,
-            output_final_state=output_state,
-            cu_seqlens=packing.cu_seqlens,
-            chunk_size=self.chunk_size,
-            **self.op_options,
-            **self.call_options(),
-        )  # o [B, T, HV, V]
+        o, recurrent = self.operate(
+            inputs, form=form, initial_state=None if state is None else state.recurrent, output_final_state=output_state,
+            cu_seqlens=packing.cu_seqlens, chunk_size=self.chunk_size,
+        )  # o [B, T, HV, V]  # fmt: skip
         o = self.close(o, gate, inputs)
         if not output_state or recurrent is None:
             return o, None
