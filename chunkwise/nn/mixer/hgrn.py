@@ -46,10 +46,9 @@ class HGRN(Mixer):
         own = type(self)
         self.key_dim = per_head("expand_v", own.expand_v if expand_v is None else expand_v, hidden_size, 1)
         self.has_conv = own.use_short_conv if use_short_conv is None else use_short_conv
-        for letter in ("i", "f", "g"):
-            self.add_module(f"{letter}_proj", nn.Linear(hidden_size, self.key_dim, bias=False))
-        for letter in ("i", "f") if self.has_conv else ():
-            self.add_module(f"{letter}_conv1d", ShortConvolution(self.key_dim, conv_size, conv_bias, None))
+        self.i_proj, self.f_proj, self.g_proj = (nn.Linear(hidden_size, self.key_dim, bias=False) for _ in "ifg")
+        if self.has_conv:
+            self.i_conv1d, self.f_conv1d = (ShortConvolution(self.key_dim, conv_size, conv_bias, None) for _ in "if")
         self.g_norm = GatedRMSNorm(self.key_dim, self.norm_eps)
         self.o_proj = nn.Linear(self.key_dim, hidden_size, bias=False)
         self.finish()
