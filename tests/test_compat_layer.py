@@ -8,6 +8,7 @@ import torch
 
 from chunkwise.compat import install_as_fla
 from chunkwise.compat.alias import parameters
+from chunkwise.compat.fla_cache import Cache
 from chunkwise.compat.fla_layer import LAYERS
 from chunkwise.nn import mixer_class
 
@@ -52,14 +53,37 @@ def test_parameters_are_named_as_in_flas_checkpoints_and_the_layer_is_ours(alias
 @by_name
 def test_what_a_layer_has_not_is_refused_by_name(alias):
     given, layer = recorded(alias)
-    for name in "past_key_values", "use_cache", "output_attentions":
-        with pytest.raises(ValueError, match=f"{alias.name}: {name}"):
-            layer(torch.zeros(1, 2, 16), **{name: True})
+    x = torch.zeros(1, 2, 16)
+    with pytest.raises(ValueError, match=f"{alias.name}: output_attentions"):
+        layer(x, output_attentions=True)
+    with pytest.raises(TypeError, match=f"{alias.name}: past_key_values must be a fla.models.utils.Cache, got list"):
+        layer(x, past_key_values=[])
+    with pytest.raises(ValueError, match=f"{alias.name}: past_key_values needs a layer made with layer_idx"):
+        layer(x, past_key_values=Cache())
     with pytest.raises(TypeError, match=f"{alias.name}: unexpected keyword 'other'"):
         alias.layer()(other=1)
     for name, allowed in alias.fixed.items():
         with pytest.raises(ValueError, match=f"{alias.name}: {name} must be {allowed[0]!r}"):
             alias.layer()(**{**given, name: "another"})
+
+
+@by_name
+def test_a_cache_carries_each_layers_state(alias):
+    given, _ = recorded(alias)
+    first, second = (alias.layer()(**{**given, "layer_idx": i}).eval() for i in (3, 5))
+    cache, x, pieces = Cache(), torch.randn(2, 29, 16), []
+    with torch.no_grad():
+        for a, b in ((0, 18), (18, 19), (19, 29)):
+            y, _, same = first(x[:, a:b], past_key_values=cache, use_cache=True)
+            y, *_ = second(y, past_key_values=cache, use_cache=True)
+            assert same is cache and cache.get_seq_length(3) == cache.get_seq_length(5) == b
+            pieces.append(y)
+        whole = second(first(x)[0])[0]
+        torch.testing.assert_close(torch.cat(pieces, 1), whole)
+        first(x, past_key_values=cache)  # reads it alone
+        assert len(cache) == 2 and cache.get_seq_length(3) == 29
+        cache.reset()
+        assert len(cache) == 0 and torch.equal(first(x, past_key_values=cache)[0], first(x)[0])
 
 
 def test_layers_are_imported_as_from_fla():

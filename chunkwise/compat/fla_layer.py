@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..nn import Depth, mixer_class
 from .alias import bind, parameters
+from .fla_cache import Cache
 
 HEADS = "hidden_size=2048, expand_v=%s, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk'"
 CONV = "conv_size=4, conv_bias=False, layer_idx=None, norm_eps=1e-5"
@@ -63,7 +64,7 @@ class LayerAlias:
         return {n: value for n, value in made.items() if value is not None}
 
     def layer(self) -> type[nn.Module]:
-        """The class: `forward` gives (o, None, past_key_values), as fla's does; past_key_values must be None."""
+        """The class: `forward` gives (o, None, past_key_values), as fla's does."""
         alias, named = self, parameters(self.signature)
         order, empty = tuple(named), inspect.Parameter.empty
         defaults = {n: d for n, d in named.items() if d is not empty}
@@ -72,31 +73,44 @@ class LayerAlias:
         class Layer(ours):
             def __init__(self, *args: Any, **kwargs: Any):
                 given = bind(alias.name, order, defaults, args, kwargs)
-                first, fused = given.get("layer_idx") == 0, given.get("fuse_norm", True) and given.get("gate_fn", "swish") == "swish"
+                index, fused = given.get("layer_idx"), given.get("fuse_norm", True) and given.get("gate_fn", "swish") == "swish"
                 x = alias.arguments(given)
                 if alias.op in ("retention", "gla") and not (fused and x.get("use_gate", True)):
                     self.norm_name = "g_norm"
                 super().__init__(x.pop("hidden_size"), x.pop("num_heads"), **x)
-                self.bounded = ours.floored and not first  # fla's first layer has no bound
+                self.layer_idx = index
+                self.bounded = ours.floored and index != 0  # fla's first layer has no bound
 
             def forward(
                 self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, use_cache: bool = False,
                 output_attentions: bool = False, cu_seqlens: Tensor | None = None, lower_bound: Tensor | None = None,
-            ) -> tuple[Tensor, None, None]:  # fmt: skip
-                """As in fla. lower_bound [channels]: of the forget factors of HGRN and HGRN2, but in a layer of layer_idx 0.
+            ) -> tuple[Tensor, None, Cache | None]:  # fmt: skip
+                """As in fla. past_key_values: a `fla.models.utils.Cache`, which use_cache has the layer write to. lower_bound [channels]:
+                of the forget factors of HGRN and HGRN2, but in a layer of layer_idx 0.
 
-                Raises ValueError for a lower_bound of another layer, and for a cache: layers here hand states over, and chunkwise's models
-                keep them.
+                Raises ValueError for a lower_bound of another layer, for output_attentions, for a cache where the layer has no layer_idx;
+                TypeError for another kind of cache.
                 """
-                asked = dict(past_key_values=past_key_values, use_cache=use_cache, output_attentions=output_attentions)
-                for name, given in asked.items():
-                    if given:
-                        raise ValueError(f"{alias.name}: {name}: chunkwise's layer under fla's name has none; its own class takes state=")
+                if output_attentions:
+                    raise ValueError(f"{alias.name}: output_attentions: linear-attention layers form no attention matrix")
                 if lower_bound is not None and not ours.floored:
                     raise ValueError(f"{alias.name}: lower_bound: this layer's gate has none")
+                before = None
+                if past_key_values is not None:
+                    if not isinstance(past_key_values, Cache):
+                        wanted = "past_key_values must be a fla.models.utils.Cache"
+                        raise TypeError(f"{alias.name}: {wanted}, got {type(past_key_values).__name__}")
+                    if self.layer_idx is None:
+                        raise ValueError(f"{alias.name}: past_key_values needs a layer made with layer_idx")
+                    before = past_key_values.states.get(self.layer_idx)
+                keep = use_cache and past_key_values is not None
                 depth = Depth(floor=lower_bound if self.bounded else None)
-                o, _ = super().forward(hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens, depth=depth)
-                return o, None, None
+                o, state = super().forward(
+                    hidden_states, attention_mask=attention_mask, cu_seqlens=cu_seqlens, state=before, output_state=keep, depth=depth
+                )
+                if keep:
+                    past_key_values.advance(self.layer_idx, state, hidden_states.shape[1])
+                return o, None, past_key_values
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         Layer.__name__ = Layer.__qualname__ = self.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from .. import __version__
 from . import causal_conv1d, fla_index, fla_module
 from .alias import Alias
+from .fla_cache import Cache
 from .fla_layer import LAYERS
 from .fla_op import OPS, SHORT
 
@@ -49,6 +51,10 @@ def surface() -> Iterator[tuple[str, Any]]:
             yield f"{where}.{name}", getattr(fla_module, name)
     yield "modules.l2norm.l2_norm", fla_module.l2norm
     yield "modules.norm.l2norm.l2_norm", fla_module.l2norm
+    for where in ("utils", "cache_utils"):
+        yield f"models.{where}.Cache", Cache
+    if models := _models():
+        yield from models.places()
     for layer in LAYERS:
         made = layer.layer()
         yield f"layers.{layer.name}", made
@@ -59,6 +65,15 @@ def surface() -> Iterator[tuple[str, Any]]:
         elif name.startswith(("prepare_", "get_")):
             yield f"ops.utils.{name}", function
             yield f"ops.utils.index.{name}", function
+
+
+def _models() -> Any:
+    """The page of fla's models, where transformers is there to make them."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from . import fla_model
+
+    return fla_model
 
 
 def _above(alias: Alias) -> Iterator[str]:
@@ -73,6 +88,7 @@ class Installation:
 
     modules: dict[str, ModuleType] = field(default_factory=dict)
     before: dict[str, ModuleType] = field(default_factory=dict)
+    registered: list[str] = field(default_factory=list)  # model types, with transformers' Auto classes
 
     def undo(self) -> None:
         """Take out what is still ours. What has been imported from it goes on working."""
@@ -80,7 +96,9 @@ class Installation:
             if sys.modules.get(name) is module:
                 del sys.modules[name]
         sys.modules.update(self.before)
-        self.modules, self.before = {}, {}
+        if self.registered and (models := _models()):
+            models.forget(self.registered)
+        self.modules, self.before, self.registered = {}, {}, []
 
     def __enter__(self) -> Installation:
         return self
@@ -118,6 +136,8 @@ def install_as_fla(*, replace: bool = False, conv: bool = True) -> Installation:
     for path, thing in surface():
         where, _, name = path.rpartition(".")
         setattr(_module(done, f"{FLA}.{where}"), name, thing)
+    if models := _models():
+        done.registered = models.register()
     if conv:
         for name in "causal_conv1d_fn", "causal_conv1d_update":
             setattr(_module(done, CONV), name, getattr(causal_conv1d, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ..models.layout_fla import LAYOUTS
 from ..nn import mixer_class
 from .fla_layer import LAYERS
 from .fla_op import OPS, SHORT
@@ -21,8 +22,11 @@ def markdown() -> str:
         names = ", ".join(f"`{n}`" for n in (a.name, short.get(a.name)) if n)
         lines.append(f"| `fla.ops.{a.folder}`: {names} | `{a.target}` | {a.note} |")
     for layer in LAYERS:
-        note = f"No `past_key_values`. {layer.note}".strip()
-        lines.append(f"| `fla.layers`: `{layer.name}` | `nn.{mixer_class(layer.op).__name__}` | {note} |")
+        lines.append(f"| `fla.layers`: `{layer.name}` | `nn.{mixer_class(layer.op).__name__}` | {layer.note} |")
+    for layout in LAYOUTS:
+        base = layout.architecture.removesuffix("ForCausalLM")
+        names = ", ".join(f"`{base}{kind}`" for kind in ("Config", "Model", "ForCausalLM"))
+        lines.append(f"| `fla.models`: {names} | the chunkwise model, mixer `{layout.mixer}` | |")
     other: dict[str, list[str]] = {}
     for path, thing in surface():
         where, _, name = path.rpartition(".")
