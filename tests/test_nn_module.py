@@ -255,3 +255,33 @@ def test_convolutions_go_by_stretches_of_tokens(monkeypatch, activation):
         made = run(numbers, torch.float32)
         assert torch.equal(made["y"], whole["y"]) and torch.equal(made["last"], whole["last"])
         agree(made, truth, whole)
+
+
+@pytest.mark.parametrize("kind, gated, groups", [("rms", "silu", 1), ("layer", "sigmoid", 2), ("l2", None, 4), ("rms", None, 1)])
+def test_norms_go_by_blocks_of_rows(monkeypatch, kind, gated, groups):
+    """However many rows a block has: the same bits forward, the gradients of float64; and a gradient of the gradient."""
+    from chunkwise.nn import norm
+
+    def run(numbers, dtype, twice=False):
+        monkeypatch.setattr(norm, "STRETCH", numbers)
+        gen = torch.Generator().manual_seed(0)
+        x, w, b, g = (torch.randn(s, generator=gen).to(dtype).requires_grad_() for s in ((3, 28, 32), (32,), (32,), (3, 28, 32)))
+        leaves = [x] if kind == "l2" else [x, w, b, *([g] if gated else [])]
+        weight, bias = (None, None) if kind == "l2" else (w, b)
+        y = norm._norm("norm", kind, x, None, weight, bias, g if gated else None, 1e-5, groups, gated or "silu")[0]
+        d = torch.autograd.grad(y, leaves, torch.cos(y.detach()), create_graph=twice)
+        made = {"y": y.detach().flatten(0, 1), **{f"d{i}": z.detach().flatten() for i, z in enumerate(d)}}
+        if twice:
+            dd = torch.autograd.grad(sum(z.sin().sum() for z in d), leaves, allow_unused=True, materialize_grads=True)
+            made |= {f"dd{i}": z.flatten() for i, z in enumerate(dd)}
+        return made
+
+    whole, truth = run(1 << 20, torch.float32), run(1 << 20, torch.float64)
+    for numbers in (1, 600, 1100):
+        made = run(numbers, torch.float32)
+        assert torch.equal(made["y"], whole["y"])
+        agree(made, truth, whole)
+    again = run(1, torch.float64, twice=True)
+    monkeypatch.setattr(norm, "direct", lambda tensors: False)  # PyTorch's own derivatives, of the whole
+    agree(again, run(1, torch.float64, twice=True))
+    agree(truth, {n: z for n, z in run(1, torch.float64, twice=True).items() if n in truth})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..engine.library import direct
 from .activation import activation as activation_named
 from .boundary import check_device, define, present, uses_kernels
 
@@ -26,23 +27,99 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _plain(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int,
-    kind: str, activation: str, out: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, h) by PyTorch's operators."""
-    h = x if residual is None else x + residual
+def _unit(h: Tensor, eps: float, groups: int, kind: str) -> tuple[Tensor, Tensor]:
+    """(n, one over what it was divided by), [..., D], of groups [..., groups, D / groups]."""
     y = wide(h)
     y = y if groups == 1 else y.unflatten(-1, (groups, -1))
     if kind == "layer":
         y = y - y.mean(-1, keepdim=True)
     square = y.square()
-    y = y * torch.rsqrt((square.sum(-1, keepdim=True) if kind == "l2" else square.mean(-1, keepdim=True)) + eps)
+    r = torch.rsqrt((square.sum(-1, keepdim=True) if kind == "l2" else square.mean(-1, keepdim=True)) + eps)
+    return y * r, r
+
+
+def _plain(
+    h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int, kind: str, activation: str,
+    out: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """y by PyTorch's operators."""
+    y = _unit(h, eps, groups, kind)[0]
     y = y if groups == 1 else y.flatten(-2)
     y = y if weight is None else y * weight.to(y.dtype)
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if gate is None else y * activation_named(activation)(wide(gate))
-    return y.to(h.dtype if out is None else out), h
+    return y.to(h.dtype if out is None else out)
+
+
+def _plain_backward(
+    h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, dy: Tensor, eps: float, groups: int, kind: str,
+    activation: str, out: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of h and gate [R, D], of weight and bias [D]. With m = d n, d that of n: dh = (d - n mean(m)) / what h was divided by."""
+    n, r = _unit(h, eps, groups, kind)
+    flat, d, dgate = n.view(h.shape), wide(dy).to(n.dtype), None
+    w = None if weight is None else weight.to(n.dtype)
+    if gate is not None:
+        g, y = wide(gate).to(n.dtype), flat if w is None else flat * w
+        act, y = activation_named(activation)(g), d * (y if bias is None else y + bias.to(n.dtype))
+        dgate = torch.ops.aten.silu_backward(y, g) if activation == "silu" else torch.ops.aten.sigmoid_backward(y, act)
+        d = d * act
+    m, db = d * flat, None if bias is None else d.sum(0)
+    dw, d, m = (None, d, m) if w is None else (m.sum(0), d * w, m * w)
+    d, m = d.view(n.shape), m.view(n.shape)
+    d = torch.addcmul(d, n, m.sum(-1, keepdim=True) if kind == "l2" else m.mean(-1, keepdim=True), value=-1)
+    return (d if kind != "layer" else d - d.mean(-1, keepdim=True)).mul_(r).view(h.shape), dw, db, dgate
+
+
+STRETCH = 1 << 17  # numbers that a block of rows has, about
+
+
+class _Rows(torch.autograd.Function):
+    """`_plain` of rows h [R, D]. A block of rows at a time goes through all of it while caches hold it; what is given alone is kept for
+    the backward pass."""
+
+    @staticmethod
+    def forward(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, *switches: Any) -> Tensor:
+        if len(stretches := _stretches(h)) == 1:
+            return _plain(h, weight, bias, gate, *switches)
+        y = torch.empty(h.shape, dtype=switches[-1] or h.dtype, device=h.device)
+        for rows in stretches:
+            y[rows] = _plain(h[rows], weight, bias, None if gate is None else gate[rows], *switches)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        h, weight, bias, gate, *ctx.switches = inputs
+        ctx.save_for_backward(h, weight, bias, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (dy,), given = grads, ctx.saved_tensors
+        need, none = ctx.needs_input_grad, [None] * len(ctx.switches)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a gradient of the gradient is asked for
+            wanted = [t for t, n in zip(given, need) if n]
+            d = iter(torch.autograd.grad(_plain(*given, *ctx.switches), wanted, dy, create_graph=True))
+            return (*(next(d) if n else None for n in need[: len(given)]), *none)
+        h, weight, bias, gate = given
+        dh, dgate = torch.empty_like(h), None if gate is None else torch.empty_like(gate)
+        dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
+        for rows in _stretches(h):
+            some = None if gate is None else gate[rows]
+            dh[rows], more_w, more_b, dg = _plain_backward(h[rows], weight, bias, some, dy[rows], *ctx.switches)
+            for whole, more in ((dw, more_w), (db, more_b)):
+                if whole is not None:
+                    whole += more
+            if dgate is not None and dg is not None:
+                dgate[rows] = dg
+        made = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
+        return (*(t if n else None for t, n in zip(made, need)), *none)
+
+
+def _stretches(h: Tensor) -> list[slice]:
+    if h.device.type != "cpu" or torch.compiler.is_compiling():
+        return [slice(None)]
+    n = max(16, STRETCH // max(1, h.shape[1]) // 16 * 16)  # whole vectors of lanes
+    return [slice(a, a + n) for a in range(0, h.shape[0], n)]
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -130,7 +207,11 @@ def _norm(
     if uses_kernels(x) and (residual is None or uses_kernels(residual)) and D // groups <= WIDEST:
         y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
         return y, x if residual is None else h
-    return _plain(x, residual, weight, bias, gate, *switches)
+    h = x if residual is None else x + residual
+    if not (direct((h, weight, bias, gate)) or torch.compiler.is_compiling()) or h.numel() <= STRETCH and not torch.is_grad_enabled():
+        return _plain(h, weight, bias, gate, *switches), h
+    rows = (h.numel() // max(1, D), D)
+    return _Rows.apply(h.reshape(rows), weight, bias, None if gate is None else gate.reshape(rows), *switches).view(h.shape), h
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -243,9 +324,7 @@ class GroupNorm(_Module):
         ValueError: groups that do not divide hidden_size.
     """
 
-    def __init__(
-        self, groups: int, hidden_size: int, eps: float = 1e-5, bias: bool = False, rms: bool = False, *, device=None, dtype=None
-    ):
+    def __init__(self, groups: int, hidden_size: int, eps: float = 1e-5, bias: bool = False, rms: bool = False, *, device=None, dtype=None):
         if groups < 1 or hidden_size % groups:
             raise ValueError(f"GroupNorm: groups must divide hidden_size = {hidden_size}, got {groups}")
         super().__init__(hidden_size, eps, bias, device=device, dtype=dtype)
