@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..nn import Packing, rotary
+from ..nn.linear import Linear
 from ..nn.packing import sequence_index
 
 
@@ -39,10 +40,10 @@ class Attention(nn.Module):
             )
         self.num_heads, self.num_kv_heads, self.layer_idx = num_heads, num_kv_heads, layer_idx
         self.rope_theta, self.window = rope_theta, window
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def forward(self, x: Tensor, packing: Packing, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """x, o: [B, T, D], or [1, n, D] when packed.

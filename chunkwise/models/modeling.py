@@ -28,6 +28,7 @@ from ..nn import (
     plan_packing,
 )
 from ..nn.joint import plain
+from ..nn.linear import Linear
 from .attention import Attention
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
@@ -82,7 +83,7 @@ class Block(GradientCheckpointingLayer):
         if self.mlp is None:
             x = x if y is None else x + y
         else:
-            if y is not None and (plain(self.mlp_norm, RMSNorm) or plain(self.mlp_norm, LayerNorm)):
+            if y is not None and plain(self.mlp_norm, RMSNorm, LayerNorm):
                 y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
             else:
                 x = x if y is None else x + y
@@ -246,7 +247,7 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
     def __init__(self, config: ChunkwiseConfig):
         super().__init__(config)
         self.model = ChunkwiseModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(
@@ -300,7 +301,7 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
         hidden, logits, loss = output.last_hidden_state, None, None
         wanted = self.config.output_logits if output_logits is None else output_logits
-        if labels is None or not plain(self.lm_head, nn.Linear) or (not self.training if wanted is None else wanted):
+        if labels is None or not plain(self.lm_head, Linear, nn.Linear) or (not self.training if wanted is None else wanted):
             logits = self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep])
         if labels is not None:
             target = _targets(labels, hidden, packing)

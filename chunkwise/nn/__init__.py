@@ -7,6 +7,7 @@ from typing import Any
 from .activation import activation, feature_map
 from .channel_mix import ChannelMix
 from .conv import ShortConvolution, causal_conv1d, causal_conv1d_update
+from .linear import Linear, adopt_linear
 from .loss import cross_entropy, linear_cross_entropy
 from .mixer import Depth, Mixer, MixerState, all_mixers, mixer_class, parameters_without_decay
 from .mlp import GatedMLP, glu, swiglu
@@ -34,12 +35,14 @@ __all__ = [
     "GatedRMSNorm",
     "GroupNorm",
     "LayerNorm",
+    "Linear",
     "Mixer",
     "MixerState",
     "Packing",
     "RMSNorm",
     "ShortConvolution",
     "activation",
+    "adopt_linear",
     "add_layer_norm",
     "add_rms_norm",
     "all_mixers",

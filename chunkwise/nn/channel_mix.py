@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .activation import activation
+from .linear import Linear
 from .mixer.layer import fill
 from .mixer.rwkv import ramp, ratios
 from .packing import Packing
@@ -32,11 +33,11 @@ class ChannelMix(nn.Module):
         super().__init__()
         activation(hidden_act)
         self.act, self.gated, self.layer_idx, self.num_layers = hidden_act, gated, layer_idx, num_layers
-        self.key = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.value = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.key = Linear(hidden_size, intermediate_size, bias=False)
+        self.value = Linear(intermediate_size, hidden_size, bias=False)
         self.x_k = nn.Parameter(torch.empty(hidden_size))
         if gated:
-            self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.receptance = Linear(hidden_size, hidden_size, bias=False)
             self.x_r = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 

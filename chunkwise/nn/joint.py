@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from .boundary import uses_kernels
+from .linear import Linear
 
 MANY = 512  # tokens: for fewer, putting the weights side by side costs more than it spares
 
 
-def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether the module is its parameters and nothing else, so that another may compute what calling it would."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     own = all(type(p) is nn.Parameter for p in module._parameters.values() if p is not None)
-    return type(module) is kind and own and not any(hooks) and "forward" not in vars(module)
+    return type(module) in kinds and own and not any(hooks) and "forward" not in vars(module)
 
 
 def together(x: Tensor, *maps: nn.Module) -> list[Tensor]:
@@ -37,4 +38,4 @@ def together(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 
 def linear(module: nn.Module) -> bool:
     """Whether the module is x W' and nothing else."""
-    return plain(module, nn.Linear) and module.bias is None
+    return plain(module, Linear, nn.Linear) and module.bias is None

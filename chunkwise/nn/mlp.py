@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .activation import activation
 from .boundary import define, uses_kernels
+from .linear import Linear
 from .norm import GATES
 
 
@@ -86,9 +87,9 @@ class GatedMLP(nn.Module):
         factory = {"bias": False, "device": device, "dtype": dtype}
         activation(hidden_act)
         self.act = hidden_act
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **factory)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **factory)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **factory)
+        self.gate_proj = Linear(hidden_size, intermediate_size, **factory)
+        self.up_proj = Linear(hidden_size, intermediate_size, **factory)
+        self.down_proj = Linear(intermediate_size, hidden_size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.act))

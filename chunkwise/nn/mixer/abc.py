@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..linear import Linear
 from ..rotary import rotary
 from .skeleton import HeadMixer, MixerOptions
 
@@ -34,7 +35,7 @@ class ABCAttention(HeadMixer):
         if self.head_k_dim % 2:
             raise ValueError(f"abc: the key size of a head must be even for rotary positions, got {self.head_k_dim}")
         self.num_slots, self.rope_theta = num_slots or self.head_k_dim, rope_theta
-        self.s_proj = nn.Linear(hidden_size, self.num_v_heads * self.num_slots, bias=False)
+        self.s_proj = Linear(hidden_size, self.num_v_heads * self.num_slots, bias=False)
         self.finish()
 
     def turn(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..gate import log_decay, write_strength
+from ..linear import Linear
 from ..norm import l2norm, wide
 from .layer import Depth, Window
 from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
@@ -48,8 +49,8 @@ class Comba(HeadMixer):
     ):
         super().__init__(hidden_size, num_heads, **options)
         self.correction_factor, self.normalize_feedback = correction_factor, normalize_feedback
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..gate import write_strength
+from ..linear import Linear
 from .skeleton import HeadMixer, MixerOptions
 
 
@@ -24,7 +25,7 @@ class DeltaNet(HeadMixer):
     def __init__(self, hidden_size: int, num_heads: int, *, allow_neg_eigval: bool = False, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
         self.beta_scale = 2.0 if allow_neg_eigval else 1.0  # beta in (0, 2): I - beta k k' may reflect
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
     def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..gate import log_decay, write_strength
+from ..linear import Linear
 from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
@@ -45,8 +46,8 @@ class GatedDeltaProduct(HeadMixer):
         self.has_forget_gate = use_forget_gate
         self.beside = ("b", "a") if use_forget_gate else ("b",)
         if use_forget_gate:
-            self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.steps * self.num_v_heads, bias=False)
+            self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.steps * self.num_v_heads, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..linear import Linear
 from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
@@ -27,8 +28,8 @@ class GatedDeltaNet(HeadMixer):
     def __init__(self, hidden_size: int, num_heads: int, *, allow_neg_eigval: bool = False, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
         self.allow_neg_eigval = allow_neg_eigval  # beta in (0, 2): I - beta k k' may reflect
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gate import log_decay, write_strength
+from ..linear import Linear
 from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
@@ -29,14 +30,14 @@ class GatedDeltaNet2(HeadMixer):
         super().__init__(hidden_size, num_heads, **options)
         self.erase_scale = 2.0 if allow_neg_eigval else 1.0
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.key_dim, bias=False)
+            Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, self.key_dim, bias=False)
         )
-        self.b_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.w_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.b_proj = Linear(hidden_size, self.key_dim, bias=False)
+        self.w_proj = Linear(hidden_size, self.value_dim, bias=False)
         self.finish()
 
     def gate_projection(self, hidden_size: int, out: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, out))
+        return nn.Sequential(Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, out))
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_k_heads, self.key_dim, device)

@@ -10,6 +10,7 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 from .skeleton import HeadMixer, MixerOptions
 
@@ -31,7 +32,7 @@ class GatedLinearAttention(HeadMixer):
         super().__init__(hidden_size, num_heads, **options)
         self.gate_logit_normalizer = gate_logit_normalizer
         channels = self.num_v_heads * self.head_k_dim
-        self.gk_proj = nn.Sequential(nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, channels))
+        self.gk_proj = nn.Sequential(Linear(hidden_size, gate_low_rank_dim, bias=False), Linear(gate_low_rank_dim, channels))
         self.finish()
 
     def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 from .layer import Depth, Window
 from .skeleton import HeadMixer, MixerOptions
@@ -43,7 +44,7 @@ class GatedSlotAttention(HeadMixer):
             raise ValueError(f"gsa: num_slots must be at least 1, got {num_slots}")
         self.num_slots = num_slots or self.head_k_dim
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.f_proj = nn.Linear(hidden_size, self.num_v_heads * self.num_slots, bias=False)
+        self.f_proj = Linear(hidden_size, self.num_v_heads * self.num_slots, bias=False)
         self.finish()
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:

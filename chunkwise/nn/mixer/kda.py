@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..linear import Linear
 from .skeleton import HeadMixer, MixerOptions, mamba_gate_values
 
 
@@ -42,13 +43,13 @@ class KimiDeltaAttention(HeadMixer):
         self.lower_bound = lower_bound
         channels = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, channels, bias=False)
+            Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, channels, bias=False)
         )
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
     def gate_projection(self, hidden_size: int, out: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, out))
+        return nn.Sequential(Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, out))
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_v_heads, self.num_v_heads * self.head_k_dim, device)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..conv import ShortConvolution
+from ..linear import Linear
 from ..norm import RMSNorm, wide
 from .layer import CallOptions, Depth, Mixer, Window
 from .skeleton import mamba_gate_values, per_head
@@ -51,10 +52,10 @@ class Mamba2(Mixer):
         self.head_v_dim, self.state_size, self.num_groups = per_head("expand_v", expand_v, hidden_size, num_heads), state_size, num_groups
         self.value_dim, self.key_dim = num_heads * self.head_v_dim, num_groups * state_size
         convolved = self.value_dim + 2 * self.key_dim
-        self.in_proj = nn.Linear(hidden_size, self.value_dim + convolved + num_heads, bias=False)
+        self.in_proj = Linear(hidden_size, self.value_dim + convolved + num_heads, bias=False)
         self.conv1d = ShortConvolution(convolved, conv_size, conv_bias)
         self.norm = RMSNorm(self.value_dim, self.norm_eps)
-        self.out_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.out_proj = Linear(self.value_dim, hidden_size, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 
 
 def low_rank(width: int, rank: int, out: int, activation: nn.Module | None = None, bias: bool = True) -> nn.Sequential:
     """out(act(down(x))): [.., width] -> [.., rank] -> [.., out]; keys 0.weight, 2.weight, 2.bias."""
-    return nn.Sequential(nn.Linear(width, rank, bias=False), activation or nn.Identity(), nn.Linear(rank, out, bias=bias))
+    return nn.Sequential(Linear(width, rank, bias=False), activation or nn.Identity(), Linear(rank, out, bias=bias))
 
 
 class HeadNorm(nn.GroupNorm):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 from .layer import CallOptions, Depth, Mixer, Window
 from .rwkv import HeadNorm, line, low_rank, ramp, ratios
@@ -48,14 +49,14 @@ class RWKV6(Mixer):
         self.head_k_dim = per_head("expand_k", expand_k, hidden_size, num_heads)
         self.head_v_dim = per_head("expand_v", expand_v, hidden_size, num_heads)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
-        self.x_proj = nn.Linear(hidden_size, 5 * proj_low_rank_dim, bias=False)
-        self.r_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.x_proj = Linear(hidden_size, 5 * proj_low_rank_dim, bias=False)
+        self.r_proj = Linear(hidden_size, self.key_dim, bias=False)
         self.w_lora = low_rank(hidden_size, gate_low_rank_dim, self.key_dim, nn.Tanh())
-        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.k_proj = Linear(hidden_size, self.key_dim, bias=False)
+        self.v_proj = Linear(hidden_size, self.value_dim, bias=False)
+        self.g_proj = Linear(hidden_size, self.value_dim, bias=False)
         self.g_norm = HeadNorm(num_heads, self.value_dim, self.norm_eps)
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+        self.o_proj = Linear(self.value_dim, hidden_size, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 from .layer import CallOptions, Depth, Mixer, Window
 from .rwkv import HeadNorm, line, low_rank, ramp, ratios
@@ -41,8 +42,8 @@ class RWKV7(Mixer):
         self.head_v_dim = per_head("expand_v", expand_v, hidden_size, num_heads)
         D, V, large = hidden_size, num_heads * self.head_v_dim, self.head_k_dim / 64
         rank = lambda given, factor: given or max(32, round(factor * D**0.5 / 32) * 32)
-        self.r_proj, self.k_proj = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(D, V, bias=False), nn.Linear(V, D, bias=False)
+        self.r_proj, self.k_proj = Linear(D, D, bias=False), Linear(D, D, bias=False)
+        self.v_proj, self.o_proj = Linear(D, V, bias=False), Linear(V, D, bias=False)
         self.w_lora = low_rank(D, rank(decay_low_rank_dim, 2.5 * large), D, nn.Tanh())
         self.a_lora = low_rank(D, rank(a_low_rank_dim, 2.5 * large), D)
         self.g_lora = low_rank(D, rank(gate_low_rank_dim, 5), V, nn.Sigmoid(), bias=False)

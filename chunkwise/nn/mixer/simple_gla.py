@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from ..linear import Linear
 from ..norm import wide
 from .skeleton import HeadMixer, MixerOptions
 
@@ -23,7 +24,7 @@ class SimpleGatedLinearAttention(HeadMixer):
     def __init__(self, hidden_size: int, num_heads: int, *, gate_logit_normalizer: float = 16.0, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.gk_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.gk_proj = Linear(hidden_size, self.num_v_heads, bias=False)
         self.finish()
 
     def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:

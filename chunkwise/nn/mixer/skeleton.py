@@ -12,6 +12,7 @@ from ..activation import activation
 from ..activation import feature_map as _features
 from ..conv import ShortConvolution
 from ..joint import together
+from ..linear import Linear
 from ..norm import GatedRMSNorm, RMSNorm
 from .layer import CallOptions, Depth, Mixer, Window
 
@@ -94,7 +95,7 @@ class HeadMixer(Mixer):
 
         widths = (num_heads * self.head_k_dim, self.steps * self.key_dim, self.steps * self.value_dim)
         for letter, width in zip(self.letters, widths, strict=True):
-            self.add_module(f"{letter}_proj", nn.Linear(hidden_size, width, bias=False))
+            self.add_module(f"{letter}_proj", Linear(hidden_size, width, bias=False))
         if self.has_conv:
             for letter, width in zip(self.letters, widths, strict=True):
                 self.add_module(f"{letter}_conv1d", ShortConvolution(width, conv_size, conv_bias, self.conv_activation))
@@ -108,12 +109,12 @@ class HeadMixer(Mixer):
             self.add_module(self.norm_name, GatedRMSNorm(normed, self.norm_eps, self.gate_activation))
         else:
             self.add_module(self.norm_name, RMSNorm(normed, self.norm_eps))
-        self.o_proj = nn.Linear(out, self.hidden_size, bias=False)
+        self.o_proj = Linear(out, self.hidden_size, bias=False)
         super().finish()
 
     def gate_projection(self, hidden_size: int, out: int) -> nn.Module:
         """The module that makes the output gate [.., out] of the input [.., hidden_size]."""
-        return nn.Linear(hidden_size, out, bias=False)
+        return Linear(hidden_size, out, bias=False)
 
     def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
         """The operator's arguments besides q, k and v, from the input x [B, T, D] and what the maps `beside` made of it: gates and write
