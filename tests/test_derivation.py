@@ -84,16 +84,16 @@ def test_wy_is_the_product_of_the_token_factors(gate, rule):
             P = F @ P
         return P.view(p.B, 1, 2, p.K, p.K)
 
-    agree(D + f.end["w"].mT @ wy(f)[1], product, x)
+    agree(D + f.c.key.end(f.c.w).mT @ wy(f)[1], product, x)
 
 
 @solved
 def test_wy_is_the_sum_of_the_carried_writes(gate, rule):
     x = streams(gate, rule, T=16)
     f = plan(x, gate, rule, 16)
-    p, H = f.p, f.end["w"].mT @ wy(f)[0]
+    p, H = f.p, f.c.key.end(f.c.w).mT @ wy(f)[0]
     if rule is Rule.DPLR:
-        H = H + f.end["k"].mT @ f.c.v
+        H = H + f.c.key.end(f.c.k).mT @ f.c.v
 
     def carried(x):
         F = factors(x, rule)
@@ -138,7 +138,7 @@ def test_correction_reads_the_state_first(gate, rule):
         return c.layout.split(token_loop(x, S0, rule)[1], S0.dtype)
 
     agree(u + w @ S, truth, x, S0)
-    agree(f.T @ (stages.base(f.p, c, f.M) + f.start["r"] @ S), truth, x, S0)
+    agree(f.T @ (stages.base(f.p, c, f.M) + c.key.start(c.r, before=f.p.before) @ S), truth, x, S0)
     if rule is Rule.DELTA:
         agree(f.T @ (c.beta * (c.v - c.key.start(c.k) @ S)), truth, x, S0)
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import chunkwise
 from chunkwise.engine import chunk, recurrent
-from chunkwise.engine import stages_torch as stages
 from chunkwise.engine.explain import choices
 from chunkwise.spec import Gate, Rule, Streams
 
@@ -31,8 +30,8 @@ def in_slots(per_chunk: list[Tensor]) -> Tensor:
 def test_state_pass_and_output_are_the_recurrence(gate, rule, bonus):
     x, S0, C = streams(gate, rule, bonus=bonus), normal(2, 2, 5, 3), 8
     f = plan(x, gate, rule, C)
-    out = f.states(S0, keep=True)
-    o = f.c.layout.join(stages.output(f.c, f.M, out), torch.float64)
+    o = f.c.layout.empty(2, 3, dtype=torch.float64)
+    out = f.states(S0, o=o, keep=True)
 
     def truth(x, S0):
         o, _, states = token_loop(x, S0, rule)
@@ -47,7 +46,7 @@ def test_state_pass_reversed_is_the_gradient_of_the_states(gate, rule):
     do, dST = normal(2, 21, 2, 3), normal(2, 2, 5, 3)
     f = plan(x, gate, rule, C)
     split = f.c.layout.split
-    back = f.gradients(dST, split(do, torch.float64))
+    back = f.gradients(dST, do)
 
     def truth(x, S0, z, do, dST):
         S0, z = S0.clone().requires_grad_(), z.clone().requires_grad_()
@@ -60,7 +59,7 @@ def test_state_pass_reversed_is_the_gradient_of_the_states(gate, rule):
 
     agree([t for t in (back.last, back.met, back.X) if t is not None], truth, x, S0, z, do, dST)
     if rule is not Rule.ADD:  # dX, what the correction is worth to the outputs and to the state that leaves, and U = T'dX
-        dX = f.M.qw.mT @ split(do, torch.float64) + f.end["w"] @ back.met
+        dX = f.M.qw.mT @ split(do, torch.float64) + f.c.key.end(f.c.w) @ back.met
         agree(back.X, lambda M, dX: torch.linalg.solve(torch.eye(C, dtype=M.dtype) - M.mT, dX), f.M.rw, dX)
 
 

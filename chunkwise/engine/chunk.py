@@ -10,10 +10,7 @@ docs/derivation.md derives it. The parallel form is these stages with one chunk.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,30 +33,13 @@ class Plan:
     M: stages.Scores
     T: Tensor | None  # the inverse
 
-    @cached_property
-    def start(self) -> dict[str, Tensor | None]:
-        """Readers as the state at a chunk's start meets them."""
-        c = self.c
-        return dict(q=c.key.start(c.q, before=self.p.bonus), r=None if c.r is None else c.key.start(c.r, before=self.p.before))
+    def start(self, x: Tensor, before: bool = False) -> stages.Met:
+        """A reader, and what it decays by from the chunk's start."""
+        return stages.Met(x, self.c.key.starts(before))
 
-    @cached_property
-    def end(self) -> dict[str, Tensor | None]:
-        """Writers as the state at a chunk's end sees them."""
-        c = self.c
-        w = None if c.w is None else c.key.end(c.w)
-        return dict(k=None if self.M.qk is None else w if c.k is c.w else c.key.end(c.k), w=w, v=c.value.end(c.v))
-
-    def _read(self, query: bool) -> Tensor:
-        """What reads the states: q, and who erases below it. [S, H, n, C or 2 C, K]."""
-        p, c = self.p, self.c
-        if c.e is None:
-            return given(self.start["q"])
-        if not query:
-            return c.key.start(c.e, before=p.before)
-        read = c.q.new_empty(c.layout.slots, p.H, p.HV // p.H, 2, p.C, p.K)
-        c.key.start(c.q, before=p.bonus, out=read[..., 0, :, :])
-        c.key.start(c.e, before=p.before, out=read[..., 1, :, :])
-        return read.flatten(3, 4)
+    def end(self, y: Tensor) -> stages.Met:
+        """A writer, and what it decays by to the chunk's end."""
+        return stages.Met(y, self.c.key.ends())
 
     def state(self, S: Tensor | None) -> Tensor:
         """[N, HV, K, V] or zeros -> [N, H, n, K, V] in the layout's order and the compute dtype; what is so already stays."""
@@ -69,25 +49,27 @@ class Plan:
         shape = (p.N, p.H, p.HV // p.H, p.K, p.V)
         return self.c.q.new_zeros(shape) if S is None else self.c.layout.sort(S.to(p.compute).reshape(shape)).contiguous()
 
-    def states(self, S0: Tensor | None, *, query: bool = True, keep: bool = False, ours: bool = False) -> stages.Pass:
-        """The state pass over states. query: what q reads of them is wanted; ours: S0 may be changed."""
-        c, T, additive = self.c, self.T, self.M.qk is not None
-        solve = None
-        if T is not None:
-            solve = stages.Solve(T, c.v if c.delta else given(stages.base(self.p, c, self.M)), c.delta, c.beta)
+    def states(self, S0: Tensor | None, *, o: Tensor | None = None, keep: bool = False, ours: bool = False) -> stages.Pass:
+        """The state pass over states. o: where the outputs go, if they are wanted; ours: S0 may be changed."""
+        p, c, M, T, S, solve = self.p, self.c, self.M, self.T, self.state(S0), None
+        if c.e is not None and T is not None:
+            T = T if c.beta is None else T * c.beta.mT
+            solve = stages.Solve(self.start(c.e, p.before), T, M.rk, -1 if c.delta else 1)
         return stages.state_pass(
-            c.layout, self.state(S0), c.key, c.value,
-            read=self._read(query) if query or solve is not None else None, query=query, solve=solve, write=self.end["w"],
-            xk=self.end["k"] if additive else None, xv=self.end["v"] if additive else None, keep=keep, ours=ours,
+            c.layout, S, c.key, c.value, c.layout.reader(c.values),
+            look=None if o is None else stages.output(c, M, self.start(c.q, p.bonus), c.layout.writer(o), S.shape[1:3]),
+            solve=solve, k=None if M.qk is None else self.end(c.k), w=None if c.w is None else self.end(c.w), beyond=c.value.ends(),
+            keep=keep, ours=ours,
         )  # fmt: skip
 
     def gradients(self, dST: Tensor | None, do: Tensor) -> stages.Pass:
-        """The state pass over the states' gradients, backwards: its mirror."""
-        c, M, T = self.c, self.M, self.T
+        """The state pass over the states' gradients, backwards: its mirror. do: [B, T, HV, V]."""
+        p, c, M, T, solve = self.p, self.c, self.M, self.T, None
+        if c.w is not None and T is not None:
+            solve = stages.Solve(self.end(c.w), T.mT, given(M.qw).mT)
         return stages.state_pass(
-            c.layout, self.state(dST), c.key, c.value,
-            read=self.end["w"], solve=None if T is None else stages.Solve(T.mT, given(M.qw).mT @ do),
-            write=self.start["r"], xk=self.start["q"], xv=c.value.start(do), keep=True, reverse=True,
+            c.layout, self.state(dST), c.key, c.value, c.layout.reader(do), solve=solve, k=self.start(c.q, p.bonus),
+            w=None if c.r is None else self.start(c.r, p.before), beyond=c.value.starts(), keep=True, reverse=True,
         )  # fmt: skip
 
 
@@ -117,28 +99,21 @@ def forward(
     to = layout(p, x.q.device)
     o = to.empty(p.HV, p.V, dtype=p.dtype)
     saved = room(*p.saved, dtype=p.compute, device=x.q.device) if save and saved is None else saved
-    S = S0
-    for part, plan, out in _walk(p, x, S0, to, saved, output=True):
-        part.put(stages.output(plan.c, plan.M, out), o)
-        S = out.last
-        del plan, out  # before the next part is made
+    S = _walk(p, x, S0, to, saved, o)
     return to.trim(o), _state_out(p, to, S) if final else None, saved
 
 
-def _walk(
-    p: Problem, x: Streams, S: Tensor | None, to: Layout, saved: Tensor | None, *, output: bool
-) -> Iterator[tuple[Layout, Plan, stages.Pass]]:
-    """Part by part: its layout, its plan, and what its state pass left. Saves the states before parts."""
+def _walk(p: Problem, x: Streams, S: Tensor | None, to: Layout, saved: Tensor | None, o: Tensor | None = None) -> Tensor | None:
+    """The last state [N, H, n, K, V], S where there are no tokens. Outputs go to `o`, the states before parts to `saved`."""
     whole, ours = small(p, x, to), S is None
     for i, part in enumerate(to.parts(p.part)):
         plan = prepare(p, x, part, whole)
         S = plan.state(S)
         if saved is not None:
             saved[i] = to.unsort(S).view(p.saved[1:])
-        out = plan.states(S, query=output, ours=ours)
-        S, ours = out.last, True
-        yield part, plan, out
-        del plan, out
+        S, ours = plan.states(S, o=o, ours=ours).last, True
+        del plan  # before the next part is made
+    return S
 
 
 def _state_out(p: Problem, to: Layout, S: Tensor | None) -> Tensor:
@@ -156,7 +131,7 @@ def backward(
     to = layout(p, x.q.device)
     if saved is None:
         saved = room(*p.saved, dtype=p.compute, device=x.q.device)
-        deque(_walk(p, x, S0, to, saved, output=False), maxlen=0)
+        _walk(p, x, S0, to, saved)
     streams = {n: t for n, t in x._asdict().items() if t is not None}
     out = {n: to.empty(*t.shape[2:], dtype=t.dtype) for n, t in streams.items() if t.ndim > 2}
     if p.gate is Gate.HEAD:
@@ -166,8 +141,8 @@ def backward(
     for i, part in reversed(list(enumerate(parts))):
         plan = prepare(p, x, part, whole)
         c, do_part = plan.c, part.split(do, p.compute)
-        ahead = plan.states(saved[i], query=False, keep=True)
-        back = plan.gradients(dS, do_part)
+        ahead = plan.states(saved[i], keep=True)
+        back = plan.gradients(dS, do)
         dS = back.last
         d, dg = grads(p, c, plan.M, ahead.X, back.X, given(ahead.met), given(back.met), do_part)
         if dg is not None and p.gate in (Gate.HEAD, Gate.SCALAR):

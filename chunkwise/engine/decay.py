@@ -6,8 +6,8 @@ With G the log decay cumulated over the chunk's tokens (inclusive), a reader x a
     rows     x_i  = sum_j M_ij y_j e^(G_i - G_j)         (the gradient of `scores` for x)
     pairs_   the same and y_j = sum_i M_ij x_i e^(G_i - G_j), the gradient for y, each added to what is there
     across   sum_(j < t <= i) M_ij x_i y_j e^(G_i - G_j), the gradient for g: what a token's decay lies between
-    start    x_i e^(G_i)             the reader meets the state at the chunk's start
-    end      y_j e^(G_C - G_j)       the writer as the state at the chunk's end sees it
+    start    x_i e^(G_i)             the reader meets the state at the chunk's start; e^(G_i) are its `starts`
+    end      y_j e^(G_C - G_j)       the writer as the state at the chunk's end sees it; e^(G_C - G_j) are its `ends`
     total    e^(G_C)  [S, H, n, D or 1]  what the whole chunk forgets
 
 `before`: the reader reads before its own token forgets, G_(i-1) in G_i's place; only rows j < i are met then.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -73,7 +74,9 @@ class Decay(Protocol):
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor: ...
     def rows(self, M: Tensor, y: Tensor, before: bool = False) -> Tensor: ...
     def pairs_(self, M: Tensor, x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, between: Between, before: bool = False) -> None: ...
-    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor: ...
+    def starts(self, before: bool = False) -> Tensor | None: ...  # [S, H, n, C, D or 1]
+    def ends(self) -> Tensor | None: ...
+    def start(self, x: Tensor, before: bool = False) -> Tensor: ...
     def end(self, y: Tensor) -> Tensor: ...
     def total(self) -> Tensor | None: ...
 
@@ -95,8 +98,14 @@ class NoDecay:
         dx += M @ y
         dy += M.mT @ x
 
-    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
-        return x if out is None else out.copy_(x)
+    def starts(self, before: bool = False) -> Tensor | None:
+        return None
+
+    def ends(self) -> Tensor | None:
+        return None
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x
 
     def end(self, y: Tensor) -> Tensor:
         return y
@@ -111,11 +120,12 @@ class ScalarDecay:
     def __init__(self, g: Tensor):
         self.G, self.G_before = Cumulated.of(g, -1)
         self._gamma: dict[bool, Tensor] = {}
+        self._starts: dict[bool, Tensor] = {}
 
     def __getitem__(self, at: slice) -> ScalarDecay:
         """Of the slots `at`."""
         part = copy(self)
-        part.G, part.G_before, part._gamma = self.G[at], self.G_before[at], {}
+        part.G, part.G_before, part._gamma, part._starts = self.G[at], self.G_before[at], {}, {}
         return part
 
     def gamma(self, before: bool) -> Tensor:
@@ -143,11 +153,19 @@ class ScalarDecay:
         dx += M @ y
         dy += M.mT @ x
 
-    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
-        return torch.mul(x, (self.G_before if before else self.G).exp()[..., None], out=out)
+    def starts(self, before: bool = False) -> Tensor:
+        if before not in self._starts:
+            self._starts[before] = (self.G_before if before else self.G).exp()[..., None]
+        return self._starts[before]
+
+    def ends(self) -> Tensor:
+        return (self.G[..., -1:] - self.G).exp_()[..., None]
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x * self.starts(before)
 
     def end(self, y: Tensor) -> Tensor:
-        return y * (self.G[..., -1:] - self.G).exp_()[..., None]
+        return y * self.ends()
 
     def total(self) -> Tensor | None:
         return self.G[..., -1:].exp()
@@ -183,6 +201,7 @@ class ChannelDecay:
         self.C = g.shape[-2]
         self._factors: dict[bool, list[tuple[int, Tensor, Tensor]]] = {}
         self._leaves: dict[bool, list[Tensor]] = {}
+        self._starts: dict[bool, Tensor] = {}
 
     def _levels(self, before: bool) -> list[tuple[int, Tensor, Tensor]]:
         """(s, row factors, column factors), each [S, H, n, C / 2s, s, D]."""
@@ -276,11 +295,23 @@ class ChannelDecay:
             total.view(-1, 2 * s, at.shape[-1]).baddbmm_(sums.expand(at.shape[:-2].numel(), -1, -1), at.flatten(0, -3))
         return total
 
-    def start(self, x: Tensor, before: bool = False, out: Tensor | None = None) -> Tensor:
-        return torch.mul(x, (self.G_before if before else self.G).exp(), out=out)
+    def starts(self, before: bool = False) -> Tensor:
+        if before not in self._starts:
+            self._starts[before] = (self.G_before if before else self.G).exp()
+        return self._starts[before]
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return (self.G[..., -1:, :] - self.G).exp_()
+
+    def ends(self) -> Tensor:
+        return self._ends
+
+    def start(self, x: Tensor, before: bool = False) -> Tensor:
+        return x * self.starts(before)
 
     def end(self, y: Tensor) -> Tensor:
-        return y * (self.G[..., -1:, :] - self.G).exp_()
+        return y * self.ends()
 
     def total(self) -> Tensor | None:
         return self.G[..., -1, :].exp()

@@ -7,7 +7,7 @@ Rows past the end of a sequence are zeros: a token that does not forget, writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -81,28 +81,92 @@ class Layout:
         rows = first[:, None] + torch.arange(self.C)
         return rows.masked_fill_(rows >= end[:, None], self.T).flatten().to(self.device)
 
+    @cached_property
+    def _inside(self) -> Tensor:
+        """Packed: `rows`, where a row past the end is that of the last token."""
+        return self.rows.clamp(max=self.T - 1)
+
+    @cached_property
+    def _beyond(self) -> Tensor:
+        """Packed: which of `rows` are past the end."""
+        return self.rows == self.T
+
+    @cached_property
+    def _ragged(self) -> list[bool]:
+        """Packed: whether a step has rows past the end of a sequence."""
+        lengths = self.lengths or ()
+        return [any(lengths[n] < (i + 1) * self.C for n in self.order[:m]) for i, m in enumerate(self.alive, self.first)]
+
+    def _gather(self, x: Tensor, at: slice, ragged: bool) -> Tensor:
+        """Packed: [1, T, heads(, D)] -> [rows, heads(, D)] of the chunk rows `at`."""
+        rows = x[0].index_select(0, self._inside[at])
+        return rows.masked_fill_(self._beyond[at].view(-1, *[1] * (rows.ndim - 1)), 0) if ragged else rows
+
     @property
     def _tokens(self) -> tuple[int, int]:
         """Dense: first token, and the one after the last."""
         return self.first * self.C, min(self.T, (self.first + len(self.alive)) * self.C)
 
-    def split(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[B, T, heads(, D)] -> a new [slots, H, n, C(, D)] in `dtype`, or `out`; heads = H * n."""
+    def split(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None, times: float = 1.0) -> Tensor:
+        """[B, T, heads(, D)] -> a new [slots, H, n, C(, D)] in `dtype`, or `out`, multiplied; heads = H * n."""
         n, D = x.shape[2] // self.H, x.shape[3:]
         if out is None:
             out = torch.empty(self.slots, self.H, n, self.C, *D, dtype=dtype, device=x.device)
         if not self.slots:
             return out
         if self.lengths is not None:
-            flat = torch.cat((x[0], x.new_zeros(1, *x.shape[2:]))).index_select(0, self.rows)
+            flat = self._gather(x, slice(None), any(self._ragged))
             out.copy_(flat.view(self.slots, self.C, self.H, n, *D).permute(0, 2, 3, 1, *range(4, 4 + len(D))))
-            return out
+            return out if times == 1 else out.mul_(times)
         for grid, tokens in self._grids(out, x):
-            grid.copy_(tokens)
+            if x.dtype == dtype and times != 1:
+                torch.mul(tokens, times, out=grid)
+            else:
+                grid.copy_(tokens)
+                if times != 1:
+                    grid.mul_(times)
         tail = self._tokens[1] % self.C
         if tail and self._tokens[1] == self.T:
             out.view(-1, self.B, self.H, n, self.C, *D)[-1, :, :, :, tail:].zero_()
         return out
+
+    def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Dense: of x [B, T, heads, D] the rows of each step, [B, H, n, C or fewer, D]."""
+        return x[:, slice(*self._tokens)].unflatten(2, (self.H, x.shape[2] // self.H)).permute(0, 2, 3, 1, 4).split(self.C, 3)
+
+    def reader(self, x: Tensor) -> Callable[[int, Tensor], None]:
+        """Of x [B, T, heads, D]: what copies the rows of step i, counted from `first`, to [m, H, n, C, D]."""
+        pieces = self._pieces(x) if self.lengths is None else ()
+
+        def packed(i: int, out: Tensor) -> None:
+            now = self.steps[i][0]
+            rows = self._gather(x, slice(now.start * self.C, now.stop * self.C), self._ragged[i])
+            out.copy_(rows.view(out.shape[0], self.C, *out.shape[1:3], -1).permute(0, 2, 3, 1, 4))
+
+        def dense(i: int, out: Tensor) -> None:
+            rows = pieces[i].shape[3]
+            if rows == self.C:
+                out.copy_(pieces[i])
+            else:
+                out[:, :, :, :rows] = pieces[i]
+                out[:, :, :, rows:].zero_()
+
+        return dense if self.lengths is None else packed
+
+    def writer(self, out: Tensor) -> Callable[[int, Tensor], None]:
+        """Into `empty`'s out [B, T, heads, D]: what copies [m, H, n, C, D] to the tokens' rows of step i."""
+        pieces = self._pieces(out) if self.lengths is None else ()
+
+        def packed(i: int, x: Tensor) -> None:
+            now = self.steps[i][0]
+            rows = x.permute(0, 3, 1, 2, 4).reshape(-1, *out.shape[2:])
+            out[0].index_copy_(0, self.rows[now.start * self.C : now.stop * self.C], rows.to(out.dtype))
+
+        def dense(i: int, x: Tensor) -> None:
+            rows = pieces[i].shape[3]
+            pieces[i].copy_(x if rows == self.C else x[:, :, :, :rows])
+
+        return dense if self.lengths is None else packed
 
     def _grids(self, chunks: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Dense: matching views of chunks and of [B, T, heads(, D)], of the whole chunks and of what is left after them."""

@@ -106,7 +106,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         n = PLANS[plan]().kept(switches[2], switches[3], x.u is not None)
         return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, K, chunk)) if n else (0,))
     if save and plan in ("chunk", "mixed"):
-        saved = (partition(N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
+        saved = (partition(Gate(switches[2]), N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
     return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)
 
 

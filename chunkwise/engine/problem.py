@@ -33,15 +33,17 @@ def given(t: Some | None) -> Some:
 
 
 PART = 1 << 19  # entries: what one stream of the chunks worked on together may hold; keeps them in a CPU's caches
+WIDE = 2  # so many times as much where gates are no channels' and little is kept of a stream
 SHORT = 32  # tokens: chunks of the torch plan's forward pass where the states are large
 LARGE = 1 << 17  # entries of a step's states from which a few more steps cost less than longer chunks do
 
 
-def partition(N: int, T: int, HV: int, D: int, chunk: int) -> tuple[int, int]:
+def partition(gate: Gate, N: int, T: int, HV: int, D: int, chunk: int) -> tuple[int, int]:
     """(tokens of a part, a bound on the parts) for the torch stages; D channels, chunk = 0: the whole row. Sizes may be symbolic."""
     if not chunk:
         return T, 1
-    tokens = chunk * max(1, PART // max(1, N * HV * chunk * D))
+    room = PART if gate in (Gate.KEY, Gate.VALUE) else WIDE * PART
+    tokens = chunk * max(1, room // max(1, N * HV * chunk * D))
     return tokens, T // tokens + 1
 
 
@@ -102,8 +104,8 @@ def record(
     C = chunk if exact else min(chunk or whole, whole)
     ahead = min(C, SHORT) if chunk and HV * K * V >= LARGE else C  # never by N: a sample's bits do not depend on its batch
     return Problem(
-        gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase, before=before,
-        precision=precision, dtype=dtype, key=object(), cu_seqlens=None, cu_seqlens_cpu=None,
+        gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(gate, N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase,
+        before=before, precision=precision, dtype=dtype, key=object(), cu_seqlens=None, cu_seqlens_cpu=None,
     )  # fmt: skip
 
 

@@ -6,8 +6,10 @@ Tensors are in the layout of `layout.py`: [S, H, n, C, D] with n = 1 where a hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ class Chunks:
     layout: Layout
     q: Tensor  # [S, H, 1, C, K], scaled
     k: Tensor  # [S, H, 1, C, K]
-    v: Tensor  # [S, H, n, C, V]
+    values: Tensor  # v as the caller gave it, [B, T, HV, V]
     key: Decay  # on the key side of the state
     value: Decay  # on its value side
     delta: bool = False  # X = T beta (v - e'S), not T (M_rk v + e'S)
@@ -36,6 +38,11 @@ class Chunks:
     w: Tensor | None = None  # writer of X, [S, H, 1 or n, C, K]
     u: Tensor | None = None  # [H, n, 1, K]
     qe: Tensor | None = None  # q and e, where they lie together: [S, H, 1, 2 C, K]
+
+    @cached_property
+    def v(self) -> Tensor:
+        """[S, H, n, C, V]; a state pass reads the caller's, step after step."""
+        return self.layout.split(self.values, self.q.dtype)
 
     @cached_property
     def r(self) -> Tensor | None:
@@ -76,13 +83,13 @@ def enter(p: Problem, x: Streams, to: Layout, whole: ScalarDecay | None = None) 
     if erase is not None and erase.shape[2] == p.H:  # together, so that one product makes both of the scores of a writer
         both = x.q.new_empty(to.slots, p.H, 1, 2, p.C, p.K, dtype=dtype)
         q, e, qe = both[..., 0, :, :], both[..., 1, :, :], both.flatten(3, 4)
-    q = to.split(x.q, dtype, q)
+    q = to.split(x.q, dtype, q, p.scale)
     e = None if erase is None else to.split(erase, dtype, e)
     k = e if e is not None and erase is x.k else to.split(x.k, dtype)
     beta = to.split(x.beta, dtype)[..., None] if delta and x.beta is not None else None
     w = k if delta else to.split(given(x.b), dtype) if e is not None else None
     u = None if x.u is None else x.u.to(dtype).contiguous().view(p.H, p.HV // p.H, 1, p.K)
-    return Chunks(to, q.mul_(p.scale), k, to.split(x.v, dtype), key, value, delta, beta, e, w, u, qe)
+    return Chunks(to, q, k, x.v, key, value, delta, beta, e, w, u, qe)
 
 
 def scores(p: Problem, c: Chunks) -> Scores:
@@ -146,90 +153,129 @@ def wy(p: Problem, c: Chunks, M: Scores, T: Tensor) -> tuple[Tensor, Tensor]:
     return T @ given(base(p, c, M)), T @ c.key.start(given(c.r), before=p.before)
 
 
+class Met(NamedTuple):
+    """A stream and what it decays by until the state meets it: multiplied step after step, in room that stays in the caches."""
+
+    x: Tensor  # [S, H, 1 or n, C, D]
+    decay: Tensor | None  # [S, H, n, C, D or 1]
+
+    def steps(self, sizes: list[int]) -> list[Met]:
+        """Of steps of so many slots."""
+        return list(map(Met, self.x.split(sizes), [None] * len(sizes) if self.decay is None else self.decay.split(sizes)))
+
+    def into(self, room: Tensor) -> Tensor:
+        """[m * H * n, C, D]: in room [m, H, n, C, D], or where it is so already."""
+        if self.decay is not None:
+            torch.mul(self.x, self.decay, out=room)
+        elif self.x.shape == room.shape:
+            return self.x.flatten(0, 2)
+        else:
+            room.copy_(self.x)
+        return room.flatten(0, 2)
+
+
+@dataclass
+class Solve:
+    """What makes X of the values v and of the reading of the state by r: T (mix v + r S), or for the delta rule T (v - r S)."""
+
+    r: Met
+    T: Tensor  # [S, H, n, C, C]
+    mix: Tensor | None  # [S, H, 1 or n, C, C]; None: v itself
+    sign: int = 1
+
+
 @dataclass
 class Pass:
     """What a state pass leaves behind."""
 
     last: Tensor  # [N, H, n, K, V]
     X: Tensor | None = None  # [slots, H, n, C, V]
-    Q: Tensor | None = None  # [slots, H, n, C, V]
     met: Tensor | None = None  # [slots, H, n, K, V], the state each chunk met
 
 
-@dataclass
-class Solve:
-    """What makes X of the reading r of the state: T (base + r), or for the delta rule T beta (base - r)."""
+Move = Callable[[int, Tensor], None]  # rows of step i, into or out of [m, H, n, C, V]
+Look = Callable[[int, Tensor, Tensor, Tensor | None, Tensor, Tensor], None]  # step i, its S, v and X in matrices; room for q, for o
 
-    T: Tensor  # [S, H, n, C, C]
-    base: Tensor  # [S, H, n, C, V]
-    delta: bool = False
-    beta: Tensor | None = None  # [S, H, n, C, 1]
 
-    def __call__(self, at: slice, r: Tensor, out: Tensor) -> None:
-        """Of the matrices `at`."""
-        X = self.base[at] - r if self.delta else self.base[at] + r
-        torch.bmm(self.T[at], X if self.beta is None else X.mul_(self.beta[at]), out=out)
+def _steps(x: Tensor | None, sizes: list[int], heads: torch.Size) -> list[Any]:
+    """[S, H, 1 or n, ...] as one batch of matrices for each step, [m * H * n, ...]."""
+    if x is None:
+        return [None] * len(sizes)
+    flat = x.expand(x.shape[0], *heads, *x.shape[3:]).reshape(-1, *x.shape[3:])
+    return list(flat.split([m * heads.numel() for m in sizes]))
 
 
 def state_pass(
-    to: Layout, S: Tensor, key: Decay, value: Decay, *,
-    read: Tensor | None = None, query: bool = False, solve: Solve | None = None, write: Tensor | None = None,
-    xk: Tensor | None = None, xv: Tensor | None = None, reverse: bool = False, keep: bool = False, ours: bool = False,
+    to: Layout, S: Tensor, key: Decay, value: Decay, v: Move, *,
+    look: Look | None = None, solve: Solve | None = None, k: Met | None = None, w: Met | None = None, beyond: Tensor | None = None,
+    reverse: bool = False, keep: bool = False, ours: bool = False,
 ) -> Pass:  # fmt: skip
     """Stage `state pass`: the only sequential one, forwards on states and, reversed, backwards on their gradients. Per chunk
 
-        Q, R = readings of S;   X = solve R;   S <- D S E + write' X + xk' xv
+        X = solve (v, S);   look at (S, v, X);   S <- D S E + k' (v beyond) + w' X
 
-    read: [S, H, n, C or 2 C, K], q's rows (if `query`) and then the erase reader's (if there is a `solve`); write, xk: [S, H, n, C, K]; all
-    decayed as the direction wants. xv: [S, H, n, C, V]. `keep` keeps the state each slot met. S is changed where it is `ours`.
+    beyond: what v decays by until the state meets it, [S, H, n, C, V]. `keep` keeps X and the state that each slot met. S is changed
+    where it is `ours`.
     """
-    heads, (K, V), slots = S.shape[1:3], S.shape[3:], to.slots
-    n = heads.numel()  # matrices a slot
+    heads, (K, V), C = S.shape[1:3], S.shape[3:], to.C
+    sizes, n = to.alive, heads.numel()  # slots of a step, matrices of a slot
+    most, count = max(sizes, default=0), len(sizes)
 
-    def rows(x: Tensor | None) -> Tensor | None:
-        """One batch of matrices: [slots * H * n, ...]."""
-        return None if x is None else x.expand(slots, *heads, *x.shape[3:]).reshape(slots * n, *x.shape[3:])
+    def met(x: Met | None) -> list[Any]:
+        return [None] * count if x is None else x.steps(sizes)
 
-    read, write, xk, xv = map(rows, (read, write, xk, xv))
-    if solve is not None:
-        solve = Solve(given(rows(solve.T)), given(rows(solve.base)), solve.delta, rows(solve.beta))
-    D, E = rows(key.total()), rows(value.total())
     last = (S if ours else S.clone()).view(-1, K, V)
-    met = S.new_empty(slots * n, K, V) if keep else None
-    X = S.new_empty(slots * n, to.C, V) if solve is not None else None
-    seen = S.new_empty(slots * n, read.shape[1], V) if read is not None else None
-    for now, m in reversed(to.steps) if reverse else to.steps:
-        at, state = slice(now.start * n, now.stop * n), last[: m * n]
-        if met is not None:
-            met[at] = state
-        if read is not None and seen is not None:
-            torch.bmm(read[at], state, out=seen[at])
-            if solve is not None and X is not None:
-                solve(at, seen[at, -to.C :], X[at])
+    kept = S.new_empty(to.slots, *heads, K, V) if keep else None
+    X = S.new_empty(to.slots if keep else most, *heads, C, V) if solve is not None else None
+    r, T, mix, sign = (None, None, None, 1) if solve is None else (solve.r, solve.T, solve.mix, solve.sign)
+    streams = (
+        met(k), met(w), met(r), *(_steps(x, sizes, heads) for x in (T, mix, X if keep else None, kept, key.total(), value.total())),
+        [None] * count if beyond is None else beyond.split(sizes),
+    )  # fmt: skip
+    steps, width = list(enumerate(zip(sizes, *streams))), -1
+    keys, values, spare = S.new_empty(most, *heads, C, K), S.new_empty(most, *heads, C, V), S.new_empty(most * n, C, V)
+    for i, (m, k_i, w_i, r_i, T_i, mix_i, X_i, kept_i, D, E, beyond_i) in reversed(steps) if reverse else steps:
+        if m != width:
+            width, room, v_i, state, b = m, keys[:m], values[:m], last[: m * n], spare[: m * n]
+            b_v, b_X = v_i.view(-1, C, V), None if X is None else X[:m].view(-1, C, V)
+        if kept_i is not None:
+            kept_i.copy_(state)
+        v(i, v_i)
+        if T_i is not None:
+            base = b_v if mix_i is None else torch.bmm(mix_i, b_v, out=b)
+            base.baddbmm_(r_i.into(room), state, alpha=sign)
+            b_X = torch.bmm(T_i, base, out=b_X if X_i is None else X_i)
+        if look is not None:
+            look(i, state, b_v, b_X, room, b)
         if D is not None:
-            state *= D[at, :, None]
+            state *= D[:, :, None]
         if E is not None:
-            state *= E[at, None, :]
-        if xk is not None and xv is not None:
-            state.baddbmm_(xk[at].mT, xv[at])
-        if X is not None and write is not None:
-            state.baddbmm_(write[at].mT, X[at])
-    tokens, states = (slots, *heads, to.C, V), (slots, *heads, K, V)
-    return Pass(
-        last.view(S.shape),
-        None if X is None else X.view(tokens),
-        seen.view(slots, *heads, -1, V)[..., : to.C, :] if query and seen is not None else None,
-        None if met is None else met.view(states),
-    )
+            state *= E[:, None, :]
+        if k_i is not None:
+            if beyond_i is not None:
+                v_i *= beyond_i
+            state.baddbmm_(k_i.into(room).mT, b_v)
+        if w_i is not None and b_X is not None:
+            state.baddbmm_(w_i.into(room).mT, b_X)
+    return Pass(last.view(S.shape), X if keep else None, kept)
 
 
-def output(c: Chunks, M: Scores, out: Pass) -> Tensor:
-    """Stage `output`: o = (q e^G) S + M_qk v + M_qw X; the pass's Q is the first term. [S, H, n, C, V]."""
-    o = c.value.start(given(out.Q))
-    if M.qk is not None:
-        o = c.value.rows(M.qk, c.v).add_(o)
-    if M.qw is not None:
-        X = given(out.X)
-        shared = M.qw.expand(*X.shape[:3], -1, -1)
-        o = torch.baddbmm(o.flatten(0, 2), shared.flatten(0, 2), X.flatten(0, 2)).view(X.shape)
-    return o
+def output(c: Chunks, M: Scores, q: Met, write: Move, heads: torch.Size) -> Look:
+    """Stage `output`, step by step: o = (q e^G) S + M_qk v + M_qw X, which goes to `write`. heads: H, n."""
+    sizes, starts = c.layout.alive, c.value.starts()
+    inside = None if M.qk is None or starts is None else c.value.rows(M.qk, c.v)
+    streams = (_steps(x, sizes, heads) for x in (starts, inside, M.qk if inside is None else None, M.qw))
+    steps = list(zip(q.steps(sizes), *streams))
+
+    def look(i: int, S: Tensor, v: Tensor, X: Tensor | None, room: Tensor, out: Tensor) -> None:
+        q_i, E, P, qk, qw = steps[i]
+        o = torch.bmm(q_i.into(room), S, out=out)
+        if P is not None:
+            o.mul_(E).add_(P)
+        if qk is not None:
+            o.baddbmm_(qk, v)
+        if qw is not None and X is not None:
+            o.baddbmm_(qw, X)
+        write(i, o.view(-1, *heads, *o.shape[1:]))
+
+    return look
