@@ -94,7 +94,7 @@ def backward(
     p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
 ) -> tuple[Streams, Tensor | None]:
     """Gradients of every stream, in its dtype and shape, and of the initial state (fp32) if there is one."""
-    from .stages_triton_grad import grads
+    from .stages_triton_grad import by_scans, grads, scanned
 
     if p.T == 0 or p.N == 0:
         zeros = Streams._make(None if t is None else torch.zeros_like(t) for t in x)
@@ -115,10 +115,13 @@ def backward(
             saved, decayed, apart = affine(p, x, at, given(saved))
         else:
             saved, decayed = scores_of(p, x, at, saved)
-        T = _inverse(p, saved)
+        if by_scans(p, x):
+            return scanned(p, x, at, S0, do, dST)
+        T, add = _inverse(p, saved), p.rule is Rule.ADD
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
-        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, final=S0 is not None, maps=there.ends)
-        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=back.X, decayed=decayed, apart=apart)
+        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, output=add, final=S0 is not None, maps=there.ends)
+        U = back.o if add else back.X
+        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)
         if p.H != H:

@@ -139,8 +139,8 @@ class Decayed(NamedTuple):
 class Scan(NamedTuple):
     """What one state pass made; None where it was not asked for."""
 
-    o: Tensor | None = None  # [B, T, HV, V]
-    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where the rule adds or gradients are made at once
+    o: Tensor | None = None  # [B, T, HV, V]; reversed, where the rule adds: dv
+    X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where gradients are made at once
     S: Tensor | None = None  # [slots, HV, V, K]: the state each chunk met; reversed: the gradient of the state it left
     ST: Tensor | None = None  # [N, HV, K, V] fp32: the state after the last token; reversed: the gradient of the initial one
     ends: Ends | None = None  # where sequences are cut into pieces: what the pieces make of any state
@@ -152,13 +152,31 @@ def state_pass(
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
-    decayed: of the score or the affine stage, in place of q, k and g.
-    Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
+    decayed: of the score or the affine stage, in place of q, k and g. maps, last: of `starts`.
+    """
+    way = starts(p, x, at, S0, T=T, decayed=decayed, do=do, maps=maps, last=last)
+    made = scan(p, x, at, way.firsts, T=T, decayed=decayed, do=do, final=final, output=output, store=store, cut=way.cut)
+    return made._replace(ends=way.maps)
+
+
+class Starts(NamedTuple):
+    """Where a state pass begins: once a sequence, or in pieces."""
+
+    cut: Cut
+    firsts: Tensor | None  # [N * pieces, HV, K, V] fp32: the state each piece meets, in reverse the gradient of the one it leaves
+    maps: Ends | None  # what the pieces make of any state
+
+
+def starts(
+    p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
+    do: Tensor | None = None, maps: Ends | None = None, last: bool = False,
+) -> Starts:  # fmt: skip
+    """Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
     (with `last` also the last piece's, which a gradient of the last state needs); where there are none they are made.
     """
     by = split(p) if can_carry(p) else WHOLE
     if by == WHOLE:
-        return scan(p, x, at, S0, T=T, decayed=decayed, do=do, final=final, output=output, store=store)
+        return Starts(by, S0, None)
     reverse, delta, most = do is not None, p.rule is not Rule.ADD, by.pieces * by.finer
     run = most - by.finer
     need = most if last or (reverse and S0 is not None) else most - 1  # maps; in reverse an empty state meets the last one
@@ -168,17 +186,17 @@ def state_pass(
         found = None if reverse else maps
     if found is None:
         found = scan(p, x, at, None, T=T, decayed=decayed, do=do, cut=Cut(most), ends=run).ends
-    firsts = carry(p, by, found, maps or found, S0, solves(p), reverse=reverse)
-    made = scan(p, x, at, firsts, T=T, decayed=decayed, do=do, final=final, output=output, store=store, cut=by)
-    return made._replace(ends=maps)
+    return Starts(by, carry(p, by, found, maps or found, S0, solves(p), reverse=reverse), maps)
 
 
 def scan(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, final: bool = False, output: bool = False, store: bool = False, cut: Cut = WHOLE, ends: int = 0,
+    turned: bool = False,
 ) -> Scan:  # fmt: skip
     """One launch of the state pass. S0 [N * pieces, HV, K, V]: every piece's first state.
 
+    turned: keys and values have changed places in p and x, but not in S0: q and k have p.HV heads, v has p.H.
     ends: only find what so many pieces of each sequence make of any first state; S0 then only says whether there is one at all.
     """
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
@@ -197,8 +215,8 @@ def scan(
     c = config("_".join(("state_pass", kind)).rstrip("_"), p if run == 1 else replace(p, N=p.N * run))
     heads = (p.B, p.T, p.HV, p.V)
     made = Scan(
-        torch.empty(heads, dtype=p.dtype, device=device) if output else None,
-        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or low_rank or reverse) else None,
+        torch.empty(heads, dtype=torch.float32 if turned and p.HV > p.H else p.dtype, device=device) if output else None,
+        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or low_rank) else None,
         torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
         torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
     )
@@ -225,7 +243,8 @@ def scan(
         sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
-        SCALED=reverse and delta and at_once(p), FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TMA=tma,
+        SCALED=reverse and delta and at_once(p), FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TURNED=turned,
+        TMA=tma,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..kernels.grad import grad_kernel, small_strength_kernel
 from ..kernels.grad_blocks import grad_blocks_kernel
 from ..spec import Gate, Rule, Streams
+from . import stages_triton as stages
 from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, at_once, can_describe, chunks, dense, described, switches
 from .stages_triton_affine import Apart
-from .tune import config, padded
+from .tune import config, padded, split
 
 
 def _outputs(p: Problem, x: Streams, like: Tensor, dv: Tensor | None = None, dq: Tensor | None = None) -> Streams:
@@ -84,6 +87,35 @@ def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
     return d
 
 
+def summed(dx: Tensor, like: Tensor) -> Tensor:
+    """[B, T, HV, D] -> like's heads and dtype."""
+    return dx if dx.shape == like.shape else dx.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype)
+
+
+def by_scans(p: Problem, x: Streams) -> bool:
+    """Whether every gradient is the output of a scan: nothing is corrected, no gate learns, and a sample's scans keep a card busy.
+
+    That is not asked of a whole batch, whose size must not change a sample's bits. Forward and backward on an H200, ms, by scans and by
+    stage `grads`: B=8, T=4096, H=16 0.60 0.86; B=1, T=8192, H=8 in 16 pieces 0.18 0.21; B=4, T=4096, H=8 0.53 0.47; fp32 and 256 channels
+    are slower by scans.
+    """
+    fixed = p.rule is Rule.ADD and not p.bonus and p.gate is not Gate.KEY and (x.g is None or p.fixed)
+    return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * split(p).pieces >= ENOUGH
+
+
+ENOUGH = 16  # scans of a sample
+
+
+def scanned(p: Problem, x: Streams, at: Index, S0: Tensor | None, do: Tensor, dST: Tensor | None) -> tuple[Streams, Tensor | None]:
+    """Gradients of every stream, in its dtype and shape, and of the initial state: no states but those of a piece's ends are stored."""
+    ahead, back = stages.starts(p, x, at, S0), stages.starts(p, x, at, dST, do=do)
+    turned, y = replace(p, K=p.V, V=p.K), x._replace(q=do, k=x.v, v=x.k)
+    dq = stages.scan(turned, y, at, ahead.firsts, output=True, cut=ahead.cut, turned=True)
+    dv = stages.scan(p, x, at, back.firsts, do=do, output=True, final=S0 is not None, cut=back.cut)
+    dk = stages.scan(turned, y, at, back.firsts, do=x.q, output=True, cut=back.cut, turned=True)
+    return Streams(summed(given(dq.o), x.q), summed(given(dk.o), x.k), given(dv.o)), dv.ST
+
+
 def grads(
     p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None = None, U: Tensor | None = None,
     decayed: Decayed | None = None, apart: Apart | None = None,
@@ -107,9 +139,6 @@ def grads(
         d = by_key(p, x, at, do, S=S, dS=dS, X=X, U=U, decayed=decayed)
     else:
         d = (_tiled if at_once(p) else _blocks)(p, x, at, do, S, dS, X, given(U))
-
-    def summed(dx: Tensor, like: Tensor) -> Tensor:
-        return dx.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype) if p.HV > like.shape[2] else dx
 
     return Streams(
         q=summed(given(d.q), x.q),

@@ -11,6 +11,9 @@ LOW_RANK: a chunk is one affine map of the state, made by the affine kernel; q, 
     forward   X = w~ S;   o = q~ S + M v;   S <- e^(G_C) S + b' X + k~' v
     reverse   X = b dS;   dS <- e^(G_C) dS + w~' X + q~' do
 
+Where the rule adds, dv is the reverse scan's output, and so are dq and dk of scans of the state transposed (TURNED), in which keys and
+values have changed places: dq forwards with (do, v, k) as (q, k, v), dk in reverse with (do, v, q) as (q, k, do).
+
 A sequence may be scanned in `pieces` of whole chunks, as if each were a sequence: see kernels/split.py. With ENDS nothing is made but what
 that needs of a piece: its last state from an empty first one, and what it makes of another first one.
 """
@@ -22,20 +25,38 @@ from .tile import decay_sums, early_sums, load_chunk, load_gate, mask2, pair_dec
 
 
 @triton.jit
-def scores(b_y, b_x, b_G, b_F, o_c, L, scale, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr, IP: tl.constexpr):
-    """scale y_i.x_j e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER from y = q, x = k; else transposed, [j, i] from y = k, x = q."""
-    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP) * scale  # [C, C]
-    o_i = tl.minimum(o_c, L - 1)  # hangs on the chunk, so that no mask of [C, C] is kept in registers from chunk to chunk
+def pairs(b_G, b_F, o_c, o_i, scale, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr):
+    """scale e^(G_i - G_j) for j <= i, else 0 [C, C]; LOWER: [i, j], else [j, i]. o_i: rows readers."""
     if LOWER:
         m = o_c[None, :] <= o_i[:, None]
     else:
         m = o_c[:, None] <= o_i[None, :]
     if GATE == "none":
-        b_M = tl.where(m, b_M, 0.0)
+        b_D = tl.where(m, scale, 0.0)
     elif LOWER:
-        b_M *= pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m, SPLIT)
+        b_D = pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m, SPLIT) * scale
     else:
-        b_M *= pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], m, SPLIT)
+        b_D = pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], m, SPLIT) * scale
+    return b_D
+
+
+@triton.jit
+def scores(
+    b_y, b_x, b_D, b_G, b_F, o_c, L, scale, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr, IP: tl.constexpr
+):  # fmt: skip
+    """scale y_i.x_j e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER from y = q, x = k; else transposed, [j, i] from y = k, x = q.
+
+    b_D: a head's `pairs`, the same for all chunks.
+    """
+    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP)  # [C, C]
+    o_i = tl.minimum(o_c, L - 1)  # hangs on the chunk, so that no mask of [C, C] is kept in registers from chunk to chunk
+    if GATE == "none":
+        m = (o_c[None, :] <= o_i[:, None]) if LOWER else (o_c[:, None] <= o_i[None, :])
+        b_M = tl.where(m, b_M * scale, 0.0)
+    elif GATE == "head":
+        b_M *= b_D
+    else:
+        b_M *= pairs(b_G, b_F, o_c, o_i, scale, LOWER, GATE, SPLIT)
     return b_M
 
 
@@ -60,7 +81,7 @@ def shared_strength(b_beta, TYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
 def state_pass_kernel(
     q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
-    o, X, S, ST,  # o, X (in reverse U, or dv where the rule adds): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
+    o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     kept,  # with ENDS: [N * run, HV, K], ST [N * run, HV, blocks * BV, K] fp32; S0 else [N * run, HV, K, V]
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
@@ -70,6 +91,7 @@ def state_pass_kernel(
     USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr,  # in reverse, delta: X is beta U, but for rows of a beta too small
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
+    TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 is [N, HV, V, K]
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
@@ -77,7 +99,6 @@ def state_pass_kernel(
     KEY: tl.constexpr = GATE == "key"
     DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
     CORRECTS: tl.constexpr = DELTA or LOW_RANK
-    VALUES: tl.constexpr = STORE and not CORRECTS  # in reverse: dv
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
@@ -89,6 +110,9 @@ def state_pass_kernel(
     i_n = i_np // run
     i_p = i_np - i_n * run + (pieces - run) * REVERSE
     i_h = i_hv // GROUP
+    i_y = i_hv  # of v
+    if TURNED:
+        i_h, i_y = i_hv, i_h
     if PACKED:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
@@ -104,6 +128,7 @@ def state_pass_kernel(
     if MAP and not INITIAL:
         c_end = tl.where((i_p == 0) & (i_v >= NV), 0, c_end)  # nobody asks what the first piece makes of a state
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
+    made: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_vk = mask2(m_v, o_k, K, BK)  # [BV, BK]
@@ -111,7 +136,8 @@ def state_pass_kernel(
     if MAP:
         b_S = tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # [BV, BK]; 1 in the further blocks only, where v is 0
     elif INITIAL and not ENDS:
-        b_S = tl.load(S0 + i_nh.to(tl.int64) * K * V + o_S, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
+        o_0 = o_v[:, None] * K + o_k[None, :] if TURNED else o_S
+        b_S = tl.load(S0 + i_nh.to(tl.int64) * K * V + o_0, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_S = tl.zeros([BV, BK], tl.float32)
     if ENDS and not CORRECTS:
@@ -119,6 +145,13 @@ def state_pass_kernel(
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
     n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
     n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
+    b_D = 0.0
+    if GATE == "head":  # what all chunks have in common but for a last one that is shorter
+        h_G, h_F = decay_sums(n_g, o_c, C, GATE, SPLIT)  # [C]
+        h_all, h_end = whole(h_G, h_F, o_c, C, SPLIT)
+        h_start = start(h_G, h_F, SPLIT)
+        if OUTPUT or (DELTA and REVERSE):
+            b_D = pairs(h_G, h_F, o_c, o_c, scale, REVERSE, GATE, SPLIT)  # [C, C]
     for i in range(c_end - c_0):
         if REVERSE:
             c = c_end - 1 - i
@@ -129,22 +162,29 @@ def state_pass_kernel(
         row = bos + c * C
         L = tl.minimum(C, Tn - c * C)
         t = c * C
-        b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
-        b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
-        b_start = start(b_G, b_F, SPLIT)
+        if GATE == "head":
+            b_G, b_F, b_all, b_end, b_start = h_G, h_F, h_all, h_end, h_start
+            if L < C:
+                b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)
+                b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
+        else:
+            b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
+            b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
+            b_start = start(b_G, b_F, SPLIT)
         b_early = b_start  # of e
         if BEFORE and DECAY:
             b_Ge, b_Fe = early_sums(b_G, b_F, n_g, GATE, SPLIT)
             b_early = start(b_Ge, b_Fe, SPLIT)
         b_beta = n_beta.to(tl.float32)  # [C]
-        n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
+        if GATE == "scalar":
+            n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
         n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
 
         L_v = tl.where(i_v < NV, L, 0) if MAP else L
-        b_v = tl.trans(load_chunk(v, row, sv, i_n, i_hv, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
+        b_v = tl.trans(load_chunk(v, row, sv, i_n, i_y, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
         if OUTPUT or REVERSE:
             b_q = load_chunk(q, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-        if DELTA or VALUES or not REVERSE:
+        if DELTA or OUTPUT or not REVERSE:
             b_k = load_chunk(k, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
         if LOW_RANK:
             b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
@@ -155,16 +195,16 @@ def state_pass_kernel(
             else:
                 b_e = b_k
             b_T = load_chunk(Tinv, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
-        if OUTPUT:
+        if OUTPUT and not REVERSE:
             if KEY:
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
             else:
-                b_M = scores(b_k, b_q, b_G, b_F, o_c, L, scale, False, GATE, SPLIT, IP).to(dtype)
-        elif REVERSE and (DELTA or VALUES):
+                b_M = scores(b_k, b_q, b_D, b_G, b_F, o_c, L, scale, False, GATE, SPLIT, IP).to(dtype)
+        elif DELTA and REVERSE or OUTPUT:
             if KEY:
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
             else:
-                b_M = scores(b_q, b_k, b_G, b_F, o_c, L, scale, True, GATE, SPLIT, IP).to(dtype)
+                b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, True, GATE, SPLIT, IP).to(dtype)
         b_s = b_S.to(dtype)
         if STORE:
             if TMA:
@@ -179,13 +219,13 @@ def state_pass_kernel(
             if STORE:
                 store_chunk(X, b_x, row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
         if REVERSE:
-            if DELTA or VALUES:
+            if DELTA or OUTPUT:
                 b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
                 if DECAY:
                     b_x *= b_end[None, :]
                 b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
                 if not DELTA:
-                    store_chunk(X, b_x.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                    store_chunk(o, b_x.to(made), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
             if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
                 b_f = b_beta
@@ -223,7 +263,7 @@ def state_pass_kernel(
                 b_w = b_v
             if OUTPUT:
                 b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
-                store_chunk(o, b_o.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
             if DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 

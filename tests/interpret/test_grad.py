@@ -10,6 +10,7 @@ from chunkwise.engine import chunk
 from chunkwise.engine.problem import Problem
 from chunkwise.engine.stages_triton import at_once, index, state_pass
 from chunkwise.engine.stages_triton_grad import grads
+from chunkwise.engine.stages_triton_grad import scanned as scans
 from chunkwise.engine.stages_triton_score import scores
 from chunkwise.spec import Gate, Rule, Streams
 
@@ -42,21 +43,25 @@ def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: tor
     return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(U))
 
 
-def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, **sizes) -> None:
+def staged(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> Streams:
+    """Stage `grads` on what the scans leave."""
+    made, decayed = scanned(p, x, do, S0, dST), None
+    if p.gate is Gate.KEY:
+        kept, _ = scores(p, x, index(p))
+        decayed = scores(p, x, index(p), kept)[1]
+    if p.rule is Rule.ADD:  # dv is the scan's
+        made["U"] = state_pass(p, x, index(p), dST, do=do, decayed=decayed, output=True).o
+    return grads(p, x, index(p), do, **made, decayed=decayed)
+
+
+def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, only_scans=False, **sizes) -> None:
     """Every gradient against the torch plan in float64; honest is its own error in float32 (or a 16-bit result's rounding)."""
     x = change(draw(gate, rule, **sizes))
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     p = replace(posed(x, gate, rule, C=C, cu=cu), fixed=fixed)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
-    made = scanned(p, x, do, S0, dST)
-    decayed = None
-    if gate is Gate.KEY:
-        kept, _ = scores(p, x, index(p))
-        decayed = scores(p, x, index(p), kept)[1]
-    if rule is Rule.ADD:  # dv is the scan's
-        made["U"] = state_pass(p, x, index(p), dST, do=do, decayed=decayed, store=True).X
-    got = grads(p, x, index(p), do, **made, decayed=decayed)
+    got = scans(p, x, index(p), S0, do, dST)[0] if only_scans else staged(p, x, do, S0, dST)
     truth, _ = chunk.backward(posed(double(x), gate, rule, C=C, cu=cu), double(x), S0.double(), None, do.double(), dST.double())
     plain, _ = chunk.backward(p, x, S0, None, do, dST)
     eps = torch.finfo(x.q.dtype).eps
@@ -133,3 +138,11 @@ def test_strengths_too_small_to_divide_by_have_their_gradient(gate, dtype, packe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gate_that_is_a_constant_has_no_gradient(gate, rule, dtype):
     check(gate, rule, dtype=dtype, B=1, H=1, C=32, fixed=True)
+
+
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_no_gate_learns_every_gradient_is_the_output_of_a_scan(gate, dtype):
+    options = dict(fixed=True, only_scans=True, dtype=dtype, B=1)
+    check(gate, Rule.ADD, **options, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
+    check(gate, Rule.ADD, **options, T=70, H=2, K=24, V=40, C=32, strong=5.0)

@@ -150,7 +150,7 @@ def test_scan_keeps_the_states_chunks_meet_and_the_gradients_they_leave(gate, ru
     at = stages_triton.index(p)
     Tinv = stages_triton.inverse(p, x, at) if rule is Rule.DELTA else None
     there = stages_triton.state_pass(p, x, at, S0, T=Tinv, store=True)
-    back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=True, final=True)
+    back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=True, output=rule is Rule.ADD, final=True)
     S, dS = (t.view(p.B, -1, p.HV, p.V, p.K).mT for t in (there.S, back.S))
     eps = torch.finfo(dtype).eps
 
