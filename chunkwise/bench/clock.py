@@ -73,7 +73,8 @@ class Side:
         return seconds
 
     def prepare(self, seconds: float) -> None:
-        """Capture the call as a CUDA graph if it can be; else time so many queued calls that launches hide behind work."""
+        """Capture the call as a CUDA graph if it can be; else its kernels' times will be added up, or, where a profiler sees none, so many
+        queued calls timed that launches hide behind work."""
         if self.capturable:  # on a GPU alone
             try:
                 self._capture()
@@ -81,7 +82,12 @@ class Side:
                 return
             except Exception as error:
                 self.graph = self.kept = None
+                # PyTorch's generator still waits for the capture's end; another takes its place
+                torch.cuda.default_generators[self.device.index or 0].graphsafe_set_state(torch.Generator(self.device))
                 self.why = f"not captured: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+            if self.profiled():
+                self.method = "kernels"
+                return
         if self.cuda:
             self.batch = max(1, min(50, int(0.02 / max(seconds, 1e-6))))
 
@@ -107,6 +113,16 @@ class Side:
         torch.cuda.synchronize(self.device)
         return self.kept
 
+    def profiled(self) -> float:  # on a GPU alone
+        """Seconds of all that one call has the device do, without what lies between."""
+        torch.cuda.synchronize(self.device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self.wait(self.call())
+            torch.cuda.synchronize(self.device)
+        results = seen.profiler.kineto_results if seen.profiler is not None else None
+        events = [] if results is None else results.events()
+        return sum(e.duration_ns() for e in events if e.device_type() == torch.autograd.DeviceType.CUDA) / 1e9
+
     def sample(self, flush: Tensor | None) -> float:
         """Seconds of one call's device work (CPU: of the call)."""
         if self.graph is not None:  # on a GPU alone
@@ -118,6 +134,10 @@ class Side:
             end.record()
             end.synchronize()
             return start.elapsed_time(end) / 1e3
+        if self.method == "kernels":  # on a GPU alone
+            if flush is not None:
+                flush.zero_()
+            return self.profiled()
         if self.batch == 1:
             return self.wall()
         torch.cuda.synchronize(self.device)
