@@ -164,7 +164,8 @@ def rotary_case() -> Case:
 
         cos, sin = (torch.cat([t[:, :, 0]] * 2, -1) for t in table(BF16))
         other = x[:, :, :1].transpose(1, 2)
-        return lambda x: LigerRopeFunction.apply(x.transpose(1, 2), other, cos, sin)[0].transpose(1, 2)
+        # it turns its inputs in place: the copy is what leaves x alone
+        return lambda x: LigerRopeFunction.apply(x.transpose(1, 2).clone(), other.clone(), cos, sin)[0].transpose(1, 2)
 
     sides = dict(ours=lambda: lambda x: nn.rotary(x, at), stored=stored, fla=fla, liger=liger)
     return Case(dict(x=x), lambda x: turn(x, *table(torch.float64)), sides, 2 * size(x), 4 * size(x))
@@ -222,7 +223,7 @@ def loss_case() -> Case:
     return Case(dict(x=x, w=w), plain, sides, once, 3 * once, products=True)
 
 
-CASES = dict(conv=conv_case, packed=packed_case, gate=gate_case, norm=norm_case, rotary=rotary_case, swiglu=swiglu_case, loss=loss_case)
+CASES = dict(conv=conv_case, packed=packed_case, gate=gate_case, norm=norm_case, swiglu=swiglu_case, loss=loss_case, rotary=rotary_case)
 
 
 def flat(made: Any) -> list[Tensor]:
