@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from oracle import OPS, Case, engine, ids, make
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+import chunkwise
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
 single = pytest.mark.parametrize("op", [op for op in OPS if op.lower is not None], ids=ids)
@@ -54,6 +57,26 @@ def test_operator_checks(op, packed, plan):
     o, S, saved = torch.ops.chunkwise.forward(*args)
     args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", saved, torch.randn_like(o), torch.randn_like(S))
     torch.library.opcheck(torch.ops.chunkwise.backward.default, args)
+
+
+def test_traced_calls_ask_for_no_gradient_of_a_gate_that_has_none():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.chunkwise.backward.default:
+                seen.append((args, args[-1] is True))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(1, 20, 2, 4, requires_grad=True) for _ in range(3))
+    g = -torch.rand(1, 20, 2, requires_grad=True).abs()
+    for call in (lambda: chunkwise.retention(q, k, v), lambda: chunkwise.simple_gla(q, k, v, g), lambda: chunkwise.linear_attn(q, k, v)):
+        want = torch.autograd.grad(call()[0].sum(), (q, k, v))
+        with Watch():
+            got = torch.autograd.grad(call()[0].sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert [fixed for _, fixed in seen] == [True, False, False]
+    torch.library.opcheck(torch.ops.chunkwise.backward.default, [t.detach() if isinstance(t, torch.Tensor) else t for t in seen[0][0]])
 
 
 @every

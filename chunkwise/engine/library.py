@@ -26,10 +26,12 @@ _SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str
 _LIBRARY = torch.library.Library("chunkwise", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_SWITCHES}, bool final, bool save) -> (Tensor o, Tensor ST, Tensor saved)")
 _LIBRARY.define(
-    f"backward({_INPUTS}, {_SWITCHES}, Tensor saved, Tensor do, Tensor? dST) -> "
+    f"backward({_INPUTS}, {_SWITCHES}, Tensor saved, Tensor do, Tensor? dST, bool fixed=False) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor da, Tensor db, Tensor de, Tensor du, Tensor dS0)"
 )
 STREAMS = len(Streams._fields)
+GATE = Streams._fields.index("g")
+BESIDE = len(_SWITCHES.split(","))  # arguments between the initial state and what is the pass's own
 
 
 PLAIN = {Tensor, Parameter}
@@ -85,9 +87,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     *streams, S0 = args[: STREAMS + 1]
-    *switches, saved, do, dST = args[STREAMS + 1 :]
-    plan, p, x = resolve(tuple(streams), *switches)
-    d = _gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST)
+    saved, do, dST, *fixed = args[STREAMS + 1 + BESIDE :]  # fixed: only where it is not the default
+    plan, p, x = resolve(tuple(streams), *args[STREAMS + 1 : STREAMS + 1 + BESIDE])
+    p = replace(p, fixed=any(fixed))
+    d = list(_gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST))
+    d[GATE] = None if p.fixed else d[GATE]
     return tuple(_present(None if t is None else t.contiguous(), do) for t in d)
 
 
@@ -111,9 +115,9 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    do = args[-2]
-    shape = [do.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in args[: STREAMS + 1]]
-    return tuple(shape)
+    _, do, _, *fixed = args[STREAMS + 1 + BESIDE :]
+    of = [None if any(fixed) and i == GATE else t for i, t in enumerate(args[: STREAMS + 1])]
+    return tuple(do.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in of)
 
 
 for _name, _impl, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
@@ -141,7 +145,8 @@ class Traced(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         *inputs, saved = ctx.saved_tensors
         do = torch.zeros_like(inputs[2], memory_format=torch.contiguous_format) if do is None else do
-        d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None)
+        fixed = inputs[GATE] is not None and not ctx.needs_input_grad[GATE]
+        d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None, fixed)
         wanted = zip(d, inputs, ctx.needs_input_grad)
         return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.switches) + 4))
 

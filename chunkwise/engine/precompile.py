@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .crew import Crew
 from .decode import decode, step
 from .dispatch import CHUNKS, choose, run
-from .library import STREAMS, resolve
+from .library import BESIDE, STREAMS, resolve
 from .measured import cards
 from .plan import BACKWARD_KERNELS, KERNELS
 from .raw import recurrent
@@ -145,9 +145,9 @@ class _Hosts(TorchDispatchMode):
             plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -2])
             plan.forward(p, x, args[STREAMS], final=args[-2], save=args[-1])
         elif func is back and BACKWARD_KERNELS & {a for a in args if isinstance(a, str)}:
-            saved, do, dST = args[-3:]
-            plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : -3])
-            plan.backward(p, x, args[STREAMS], saved if saved.numel() else None, do, dST)
+            saved, do, dST, *fixed = args[STREAMS + 1 + BESIDE :]
+            plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : STREAMS + 1 + BESIDE])
+            plan.backward(replace(p, fixed=any(fixed)), x, args[STREAMS], saved if saved.numel() else None, do, dST)
         elif func is torch.ops.chunkwise.recurrent.default:
             recurrent(*args)
         elif func is torch.ops.chunkwise.decode.default:
