@@ -6,7 +6,7 @@ from nn_agreement import agree
 from torch import nn
 from torch.nn import functional as F
 
-from chunkwise.nn import Linear, adopt_linear
+from chunkwise.nn import Linear, adopt_linear, all_mixers, mixer_class
 from chunkwise.nn import linear as module
 
 LARGE = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -80,3 +80,10 @@ def test_a_model_s_linear_maps_are_adopted():
     assert adopt_linear(model) == 2 and adopt_linear(model) == 0
     assert isinstance(model[0], Linear) and isinstance(model[2][0], Linear) and type(model[2][1]) is Other
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items()) and len(before) == len(model.state_dict())
+
+
+@pytest.mark.parametrize("op", all_mixers())
+def test_layers_are_made_of_it(op):
+    with torch.device("meta"):
+        layer = mixer_class(op)(64, 2)
+    assert not [name for name, module in layer.named_modules() if type(module) is nn.Linear]

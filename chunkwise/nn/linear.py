@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 
 def adopt_linear(model: nn.Module) -> int:
-    """Let every torch.nn.Linear of a model, transformers' say, be a `Linear`: its parameters, their names and its training stay as they are.
+    """Let every torch.nn.Linear of a model, transformers' say, be a `Linear`: parameters, their names and training stay as they are.
     Subclasses stay what they are. Returns how many there were."""
     found = [module for module in model.modules() if type(module) is nn.Linear]
     for module in found:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ...ops.hgrn import hgrn
 from ...spec import Form
 from ..conv import ShortConvolution
 from ..joint import together
+from ..linear import Linear
 from ..norm import GatedRMSNorm, wide
 from .layer import CallOptions, Depth, Mixer, Window
 from .skeleton import per_head
@@ -46,11 +47,11 @@ class HGRN(Mixer):
         own = type(self)
         self.key_dim = per_head("expand_v", own.expand_v if expand_v is None else expand_v, hidden_size, 1)
         self.has_conv = own.use_short_conv if use_short_conv is None else use_short_conv
-        self.i_proj, self.f_proj, self.g_proj = (nn.Linear(hidden_size, self.key_dim, bias=False) for _ in "ifg")
+        self.i_proj, self.f_proj, self.g_proj = (Linear(hidden_size, self.key_dim, bias=False) for _ in "ifg")
         if self.has_conv:
             self.i_conv1d, self.f_conv1d = (ShortConvolution(self.key_dim, conv_size, conv_bias, None) for _ in "if")
         self.g_norm = GatedRMSNorm(self.key_dim, self.norm_eps)
-        self.o_proj = nn.Linear(self.key_dim, hidden_size, bias=False)
+        self.o_proj = Linear(self.key_dim, hidden_size, bias=False)
         self.finish()
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..gate import log_decay, write_strength
+from ..linear import Linear
 from .preconditioner import Preconditioned
 
 
@@ -22,7 +23,7 @@ class PrecondGatedDeltaNet(Preconditioned):
     def __init__(self, hidden_size: int, num_heads: int, **options: Any):
         super().__init__(hidden_size, num_heads, **options)
         for name, heads in zip(self.beside, 2 * [self.num_v_heads] + 2 * [self.num_k_heads], strict=True):
-            self.add_module(f"{name}_proj", nn.Linear(hidden_size, heads, bias=False))
+            self.add_module(f"{name}_proj", Linear(hidden_size, heads, bias=False))
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:

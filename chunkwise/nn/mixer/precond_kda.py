@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gate import log_decay, write_strength
+from ..linear import Linear
 from .preconditioner import Preconditioned
 
 
@@ -28,14 +29,14 @@ class PrecondKDA(Preconditioned):
         self.lower_bound = lower_bound
         channels = self.num_v_heads * self.head_k_dim
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, channels, bias=False)
+            Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, channels, bias=False)
         )
         for name, heads in zip(self.beside, (self.num_v_heads, self.num_k_heads, self.num_k_heads), strict=True):
-            self.add_module(f"{name}_proj", nn.Linear(hidden_size, heads, bias=False))
+            self.add_module(f"{name}_proj", Linear(hidden_size, heads, bias=False))
         self.finish()
 
     def gate_projection(self, hidden_size: int, out: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, out))
+        return nn.Sequential(Linear(hidden_size, self.head_v_dim, bias=False), Linear(self.head_v_dim, out))
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return self.gates(device, self.num_v_heads * self.head_k_dim)
