@@ -29,6 +29,7 @@ def test_cells_that_no_member_has_are_told_apart():
         "rule 'delta' with gate 'value'": Cell(Gate.VALUE, Rule.DELTA, torch.float32, 64, 64),
         "rule 'add' and a bonus with gate 'scalar'": Cell(Gate.SCALAR, Rule.ADD, torch.float32, 64, 64, bonus=True),
         "an erase key that reads before the token forgets": Cell(Gate.KEY, Rule.DELTA, torch.float32, 64, 64, before=True),
+        "none for V=1024 above 512 in torch.bfloat16": Cell(Gate.VALUE, Rule.ADD, torch.bfloat16, 64, 64, V=1024),
     }
     for why, cell in cells.items():
         assert why in choose(GDN, cell, T=100, device="cuda", grad=True).reason

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
-WIDEST = 512  # key channels that the chunk kernels take
+WIDEST = 512  # key channels that the chunk kernels take; value channels where gates are per value
 WIDEST_FLOAT32 = 256  # and those of float32
 RECURRENT_WIDEST = 1024  # and the recurrent one
 TRITON = importlib.util.find_spec("triton") is not None
@@ -46,6 +46,7 @@ class Cell(NamedTuple):
     bonus: bool = False
     erase: bool = False  # delta: a key of its own erases, after the token forgets
     before: bool = False  # delta: before it forgets
+    V: int = 0  # decides as K does where gates are per value channel
 
 
 def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
@@ -66,8 +67,9 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
     if cell.before and cell.gate is Gate.KEY:
         return "none for gates per key and an erase key that reads before the token forgets in this version"
     widest = WIDEST_FLOAT32 if cell.dtype == torch.float32 else WIDEST
-    if cell.K > widest:
-        return f"none for K={cell.K} above {widest} in {cell.dtype} in this version"
+    for name, wide in (("K", cell.K), ("V", cell.V if cell.gate is Gate.VALUE else 0)):
+        if wide > widest:
+            return f"none for {name}={wide} above {widest} in {cell.dtype} in this version"
     return None
 
 

@@ -66,7 +66,7 @@ class Scan:
         """What decides whether there are kernels for a pass over these streams."""
         gate, rule = Gate.NONE if x.g is None else gate or self.op.gate, rule or self.op.rule
         before = rule is Rule.DELTA and x.a is not None
-        return Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None, before)
+        return Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None, before, x.v.shape[-1])
 
     def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h_t = exp(g_t) h_{t-1} + x_t in every entry of x [B, T, ...]; h0: [N, ...]. Returns all h, and the last of each sequence."""
