@@ -7,6 +7,7 @@ from torch import nn
 
 from chunkwise.nn import joint as page
 from chunkwise.nn.joint import plain, together
+from chunkwise.nn.mixer import layer as core
 
 
 @pytest.fixture
@@ -46,3 +47,14 @@ def test_a_module_that_does_more_is_called(as_on_a_gpu, monkeypatch):
     assert [y.shape[-1] for y in together(x, *maps, *others)] == [8, 3, 16, 8, 8]
     assert products == [24, 3, "called", 8, 8]
     assert plain(nn.Identity(), nn.Identity) and not plain(maps[1], nn.Linear)
+
+
+def test_alike_convolutions_are_one_and_others_are_called(as_on_a_gpu, monkeypatch):
+    layer, x, widths = build("gated_delta_rule", conv_bias=True), draw(2, 20, 24), []
+    one = core.causal_conv1d
+    monkeypatch.setattr(core, "causal_conv1d", lambda x, *rest: widths.append(x.shape[-1]) or one(x, *rest))
+    together = layer(x)[0]
+    assert widths == [24 + 24 + 48]
+    layer.k_conv1d.register_forward_hook(lambda *_: widths.append("called"))
+    torch.testing.assert_close(layer(x)[0], together)
+    assert widths == [24 + 24 + 48, "called"]

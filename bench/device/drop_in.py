@@ -1,4 +1,4 @@
-"""One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128, hidden 2048): through chunkwise's drop-in and through fla-core.
+"""One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128, hidden 2048 or --hidden): through chunkwise's drop-in and through fla-core.
 
     python bench/device/drop_in.py                       every side in a process of its own, in turn, twice; the errors beside the times
     python bench/device/drop_in.py --together            the same in one process, which patches and unpatches the layer
@@ -26,15 +26,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import torch
 
-HIDDEN = 2048
 
-
-def layer(device: str):
+def layer(device: str, hidden: int = 2048):
     from transformers import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
     config = Qwen3_5TextConfig(
-        hidden_size=HIDDEN, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=16, linear_num_value_heads=32,
+        hidden_size=hidden, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=16, linear_num_value_heads=32,
         linear_key_head_dim=128, linear_value_head_dim=128,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -61,7 +59,7 @@ def errors(got, truth):
 
 def clock(call, device: str, repeat: int):
     """(median milliseconds on the device's clock, median milliseconds of the call)."""
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         call()
     spans, calls = [], []
     for _ in range(repeat):
@@ -141,7 +139,7 @@ def sides(a) -> None:
     if any("fla" in s for s in a.sides.split(",")):
         with bound("fla", a):  # transformers' file takes what it finds when it is imported
             pass
-    model = layer(a.device)
+    model = layer(a.device, a.hidden)
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
             with bound(name, a) as modeling:
@@ -159,9 +157,9 @@ def measure(line, low, B: int, T: int, a, proof: bool) -> None:
     """Errors (proof) and times of the layer `low` on B rows of T tokens, added to `line`."""
     from chunkwise.compat import patch_transformers
 
-    line |= {"B": B, "T": T}
+    line |= {"hidden": a.hidden, "B": B, "T": T}
     torch.manual_seed(1)
-    x = torch.randn(B, T, HIDDEN, device=a.device, dtype=getattr(torch, a.dtype))
+    x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
     if proof and not a.no_errors:
 
         def compare():
@@ -187,7 +185,7 @@ def measure(line, low, B: int, T: int, a, proof: bool) -> None:
         call()
         return round(time.perf_counter() - start, 2)
 
-    repeat = a.repeat if a.device == "cuda" else 1
+    repeat = a.repeat if a.device == "cuda" else min(a.repeat, 2)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for name, call in (("forward", forward), ("step", step)):
@@ -216,6 +214,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="1x8192,4x4096")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a side may take")
@@ -233,7 +232,7 @@ def main() -> None:
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
             given = [sys.argv[0], "--together", "--sides", name, "--rounds", "1"]
-            for option in ("sizes", "dtype", "device", "repeat", "threads", "few", "shortlist", "out"):
+            for option in ("sizes", "dtype", "device", "hidden", "repeat", "threads", "few", "shortlist", "out"):
                 given += [f"--{option}", str(getattr(a, option))] if getattr(a, option) else []
             given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0) + ["--verbose"] * a.verbose
             start = time.perf_counter()

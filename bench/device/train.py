@@ -76,7 +76,7 @@ def theirs(a: argparse.Namespace) -> Any:
     return model.to(DEVICE)
 
 
-BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "chunkwise captured": ours, "fla": theirs}
+BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "chunkwise captured": ours, "fla": theirs, "fla captured": theirs}
 
 
 def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:

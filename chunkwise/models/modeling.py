@@ -65,38 +65,45 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
+        y: Tensor | None,
         packing: Packing,
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
         floor: Tensor | None = None,
         first: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D], or [1, n, D] when packed; floor and first: see `Depth`. Returns x and, for the layers above, first."""
-        state, before, y = None, None, None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x + y [B, T, D], or [1, n, D] when packed, is the input, and x + y of what is returned the output: the sum is taken together with
+        the norm that comes next. floor and first: see `Depth`. Returns x, y and, for the layers above, first."""
+        state, before = None, None
         layer = None if cache is None else cache.layers[self.layer_idx]
         depth = Depth(floor, first)
-        if isinstance(self.attn, Attention):
-            y = self.attn(self.attn_norm(x), packing, attention_mask, cache)
-        elif isinstance(self.attn, Mixer):
-            before = layer.state if isinstance(layer, MixerCacheLayer) else None
-            y, state = self.attn(self.attn_norm(x), packing=packing, state=before, output_state=layer is not None, depth=depth)
-        if self.mlp is None:
-            x = x if y is None else x + y
-        else:
-            if y is not None and plain(self.mlp_norm, RMSNorm, LayerNorm):
-                y, x = self.mlp_norm.add(y, x)  # one pass over memory instead of two
+        if self.attn is not None:
+            normed, x = add(self.attn_norm, x, y)
+            if isinstance(self.attn, Attention):
+                y = self.attn(normed, packing, attention_mask, cache)
             else:
-                x = x if y is None else x + y
-                y = self.mlp_norm(x)
+                before = layer.state if isinstance(layer, MixerCacheLayer) else None
+                y, state = self.attn(normed, packing=packing, state=before, output_state=layer is not None, depth=depth)
+        if self.mlp is not None:
+            normed, x = add(self.mlp_norm, x, y)
             if isinstance(self.mlp, ChannelMix):
-                y, last = self.mlp(y, packing, None if before is None else before.mlp, layer is not None)
+                y, last = self.mlp(normed, packing, None if before is None else before.mlp, layer is not None)
                 state = None if state is None else state._replace(mlp=last)
             else:
-                y = self.mlp(y)
-            x = x + y
+                y = self.mlp(normed)
         if isinstance(layer, MixerCacheLayer):
             layer.advance(state, packing.length)
-        return x, depth.first
+        return x, y, depth.first
+
+
+def add(norm: RMSNorm | LayerNorm, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm of x + y, x + y), in one pass over memory where the norm is nothing but itself."""
+    if y is None:
+        return norm(x), x
+    if plain(norm, RMSNorm, LayerNorm):
+        return norm.add(y, x)
+    x = x + y
+    return norm(x), x
 
 
 def norm(config: ChunkwiseConfig) -> RMSNorm | LayerNorm:
@@ -196,11 +203,12 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
             x = self.embedding_norm(x)
         every = [x] if _flag(output_hidden_states, self.config.output_hidden_states) else None
         floors, first = self.floors(), None
+        y = None
         for block, floor in zip(self.layers, floors, strict=True):
-            x, first = block(x, packing, attention_mask, cache, floor, first)
+            x, y, first = block(x, y, packing, attention_mask, cache, floor, first)
             if every is not None:
-                every.append(x)
-        last = packing.unpack(self.norm(x))
+                every.append(x if y is None else x + y)
+        last = packing.unpack(add(self.norm, x, y)[0])
         hidden = None if every is None else (*(packing.unpack(s) for s in every[:-1]), last)
         output = BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden, **{CACHE_FIELD: cache})
         return output if _flag(return_dict, self.config.return_dict) else output.to_tuple()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...spec import PREFIX, Form, Op, all_ops
-from ..conv import ShortConvolution
+from ..conv import ShortConvolution, causal_conv1d
 from ..packing import Packing, plan_packing
 from ..shift import token_shift
 
@@ -67,6 +67,14 @@ class Window:
         """[B, T, D] -> [B, T, D], continuing where the last call ended."""
         y, state = conv(x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
         return self._leave(y, state)
+
+    def convolve_all(self, convs: Sequence[ShortConvolution], x: Tensor) -> tuple[Tensor, ...]:
+        """What `convolve` makes of the channels of each, side by side in x [B, T, D], by one convolution; for those that are `alike`."""
+        weight = torch.cat([c.weight for c in convs]).squeeze(1)
+        biases: list[Tensor] = [c.bias for c in convs if c.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        y, state = causal_conv1d(x, weight, bias, self._past(x.shape[-1]), self.keep, convs[0].activation, self.packing.cu_seqlens)
+        return self._leave(y, state).split([c.hidden_size for c in convs], -1)
 
     def shift(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]: each token's predecessor."""

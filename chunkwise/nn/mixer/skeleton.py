@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..activation import activation
 from ..activation import feature_map as _features
 from ..conv import ShortConvolution
-from ..joint import together
+from ..joint import alike, together
 from ..linear import Linear
 from ..norm import GatedRMSNorm, RMSNorm
 from .layer import CallOptions, Depth, Mixer, Window
@@ -134,12 +134,17 @@ class HeadMixer(Mixer):
         """q [B, T, H, K], k, v after projection and convolution (or activation), the output gate [B, T, channels of o] or None, and what
         the maps `beside` them make; k and v have an axis of `steps` before the heads' where there is more than one."""
         maps = [getattr(self, f"{name}_proj") for name in (*self.letters, *("g",) * self.has_gate, *self.beside)]
-        q, k, v, *rest = together(x, *maps)
-        gate = rest.pop(0) if self.has_gate else None
-        if self.has_conv:
-            q, k, v = (window.convolve(getattr(self, f"{letter}_conv1d"), y) for letter, y in zip(self.letters, (q, k, v)))
-        elif self.qkv_activation is not None:
-            q, k, v = (activation(self.qkv_activation)(y) for y in (q, k, v))
+        convs = [getattr(self, f"{letter}_conv1d") for letter in self.letters] if self.has_conv else []
+        made = together(x, *maps, merge=3 if convs and alike(convs) else 1)
+        if len(made) < len(maps):
+            (q, k, v), made = window.convolve_all(convs, made[0]), made[1:]
+        else:
+            (q, k, v), made = made[:3], made[3:]
+            if convs:
+                q, k, v = (window.convolve(conv, y) for conv, y in zip(convs, (q, k, v)))
+            elif self.qkv_activation is not None:
+                q, k, v = (activation(self.qkv_activation)(y) for y in (q, k, v))
+        gate, rest = (made[0], made[1:]) if self.has_gate else (None, made)
         per_step = (self.steps,) if self.steps > 1 else ()
         k, v = (y.unflatten(-1, (*per_step, n, -1)) for y, n in ((k, self.num_k_heads), (v, self.num_v_heads)))
         return q.unflatten(-1, (self.num_heads, -1)), k, v, gate, rest
