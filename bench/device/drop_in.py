@@ -1,4 +1,4 @@
-"""One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128, hidden 2048 or --hidden): through chunkwise's drop-in and through fla-core.
+"""One Gated DeltaNet layer of transformers' Qwen3.5 (H=16, HV=32, K=V=128): through chunkwise's drop-in and through fla-core.
 
     python bench/device/drop_in.py                       every side in a process of its own, in turn, twice; the errors beside the times
     python bench/device/drop_in.py --together            the same in one process, which patches and unpatches the layer
