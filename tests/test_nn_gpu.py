@@ -6,6 +6,7 @@ from nn_agreement import GRADIENT, OUTPUT
 
 from chunkwise import nn
 from chunkwise.nn import gate
+from chunkwise.nn.mlp import glu_halves
 
 pytestmark = pytest.mark.gpu
 LABELS = torch.tensor([3, -100, 0, 499, 7, 8, 9] * 13)
@@ -70,6 +71,8 @@ CASES = {
     "rotary": (turn(), [(2, 1000, 5, 128)]),
     "rotary, far and interleaved": (turn(3_000_000, interleaved=True, theta=5e5), [(1, 70, 2, 100)]),
     "swiglu": (nn.swiglu, [(333, 777), (333, 777)]),
+    "swiglu of halves": (glu_halves, [(333, 4096)]),
+    "swiglu of narrow halves": (glu_halves, [(333, 1536)]),
     "loss": (loss(), [(91, 128), (500, 128), (500,)]),
     "loss, every term, of each row": (loss("none", **EVERY), [(91, 128), (500, 128), (500,)]),
     "loss, all labels ignored": (loss(labels=torch.full((91,), -100), z_loss=0.1), [(91, 128), (500, 128), (500,)]),

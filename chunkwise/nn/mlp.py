@@ -10,8 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from .activation import activation
 from .boundary import define, uses_kernels
+from .joint import together
 from .linear import Linear
 from .norm import GATES
+
+HALF = 256  # channels that a side is a multiple of, for a kernel to find it beside the other
 
 
 def intermediate_size(hidden_size: int, hidden_ratio: float = 4.0) -> int:
@@ -37,6 +40,44 @@ _glu_backward_op = define(
     _backward,
     lambda a, *_: (a.new_empty(a.shape), a.new_empty(a.shape)),
 )
+
+
+def _forward_halves(ab: Tensor, act: str) -> Tensor:
+    from .launch.glu import forward_halves
+
+    return forward_halves(ab, act)
+
+
+def _backward_halves(ab: Tensor, dy: Tensor, act: str) -> Tensor:
+    from .launch.glu import backward_halves
+
+    return backward_halves(ab, dy, act)
+
+
+_halves_op = define(
+    "glu_halves(Tensor ab, str activation) -> Tensor", _forward_halves, lambda ab, _: ab.new_empty((*ab.shape[:-1], ab.shape[-1] // 2))
+)
+_halves_backward_op = define(
+    "glu_halves_backward(Tensor ab, Tensor dy, str activation) -> Tensor", _backward_halves, lambda ab, *_: ab.new_empty(ab.shape)
+)
+
+
+class _Halves(torch.autograd.Function):
+    """`_Glu` of one tensor that holds a and b side by side, and so do their gradients."""
+
+    @staticmethod
+    def forward(ab: Tensor, act: str) -> Tensor:
+        return _halves_op(ab, act)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ab, ctx.act = inputs
+        ctx.save_for_backward(ab)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _halves_backward_op(*ctx.saved_tensors, *grads, ctx.act), None
 
 
 class _Glu(torch.autograd.Function):
@@ -76,6 +117,20 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     return glu(a, b, "silu")
 
 
+def glu_halves(ab: Tensor, act: str | None = "silu") -> Tensor:
+    """`glu` of one tensor [..., 2 D] that holds a and b side by side; its gradient is one tensor too.
+
+    Raises:
+        ValueError: an odd number of channels, an unknown activation.
+    """
+    if ab.shape[-1] % 2:
+        raise ValueError(f"glu_halves: ab must hold a and b side by side, got {list(ab.shape)}")
+    if act in GATES and uses_kernels(ab) and ab.shape[-1] % (2 * HALF) == 0:
+        return _Halves.apply(ab, GATES[act])
+    a, b = ab.chunk(2, -1)
+    return glu(a, b, act)
+
+
 class GatedMLP(nn.Module):
     """y = down(act(gate(x)) * up(x)); SwiGLU with the default activation. x, y: [..., D].
 
@@ -92,4 +147,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.act))
+        made = together(x, self.gate_proj, self.up_proj, merge=2)
+        return self.down_proj(glu_halves(made[0], self.act) if len(made) == 1 else glu(made[0], made[1], self.act))

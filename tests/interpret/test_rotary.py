@@ -24,3 +24,8 @@ def test_turns_and_turns_back(monkeypatch, dtype, interleaved):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gated_linear_units(monkeypatch, dtype, act):
     check(monkeypatch, [mlp], lambda a, b: glu(a, b, act), draw(3, 1001, dtype=dtype), draw(3, 1001, dtype=dtype, seed=1))
+    ab = draw(3, 1536, dtype=dtype)  # rows of three programs
+    check(monkeypatch, [mlp], lambda ab: mlp.glu_halves(ab, act), ab)
+    a, b = ab.chunk(2, -1)
+    assert torch.equal(mlp.glu_halves(ab, act), glu(a, b, act))
+    check(monkeypatch, [mlp], lambda ab: mlp.glu_halves(ab[..., :40], act), ab)  # too narrow for it: side by side, read one by one

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...engine.precompile import DTYPES, Launch, hear
+from ..mlp import HALF
 from ..vocabulary import Terms
 from . import conv, gate, glu, loss, norm, rotary
 
@@ -68,6 +69,9 @@ def _rest(dtype: torch.dtype, D: int, K: int, V: int) -> None:
         rotary.turn(x, at, 10000.0, interleaved, False)
     glu.forward(x, x, "silu")
     glu.backward(x, x, x, "silu")
+    if x.shape[-1] % (2 * HALF) == 0:
+        glu.forward_halves(x, "silu")
+        glu.backward_halves(x, x[..., : x.shape[-1] // 2], "silu")
     z, target = _empty(512, V, dtype=dtype), _empty(512, dtype=torch.int64)
     for smoothing, softcap in ((0.0, 0.0), (0.1, 30.0)):
         terms = Terms(-100, smoothing, 0.0, 1.0, softcap, 0, V, "")
