@@ -83,6 +83,15 @@ def _classes(layout: Layout) -> Iterator[type]:
             kept = {n: v for n, v in super().to_dict().items() if n not in OURS}
             return {**layout.description(self), **kept, "model_type": layout.model_type}
 
+        def to_diff_dict(self) -> dict[str, Any]:
+            """What goes into a file: of transformers' own fields those that are not as everywhere."""
+            usual, theirs = PretrainedConfig().to_dict(), {*layout.description(self), "transformers_version"}
+            return {n: v for n, v in self.to_dict().items() if n in theirs or n not in usual or v != usual[n]}
+
+        def _get_generation_parameters(self) -> dict[str, Any]:
+            """None: older versions of transformers would build a configuration from fla's defaults to tell, some of which we refuse."""
+            return {}
+
     class Loaded:
         config_class = Config
         beside: ClassVar[tuple[str, ...]] = ()  # tensors that a checkpoint may have besides this model's
