@@ -121,7 +121,7 @@ FAULTS = (
     Fault("engine/layout.py", "rows >= end[:, None]", "rows > end[:, None]", "a row past a sequence's end", "op_contract"),
     Fault("engine/layout.py", "tail:].zero_()", "tail:]", "rows past the end that nobody clears", "op_shape"),
     Fault("engine/layout.py", "rows:].zero_()", "rows:]", "values past the end that nobody clears", "op_contract"),
-    Fault("engine/layout.py", "any(lengths[n] < (i + 1)", "any(lengths[n] < i", "packed rows past the end that nobody clears", "op_contract"),
+    Fault("engine/layout.py", "any(lengths[n] < (i + 1)", "any(lengths[n] < i", "packed rows that nobody clears", "op_contract"),
     Fault("engine/recurrent.py", "(write - met).mul_(t.beta)", "write - met", "the token form without strengths", "derivation_gradient"),
     Fault("engine/recurrent.py", "out if p.bonus else out * t.value", "out", "when the token form reads", "member"),
     Fault("engine/scan.py", "None if t is None else t * tokens for t in", "t for t in", "offsets in tokens where rows are steps", "member"),
