@@ -133,7 +133,7 @@ def extent(axis: str, sizes: Mapping[str, int]) -> int:
 EXTRA_SIZES = MappingProxyType({"M": 6, "R": 2})  # drawn sizes of axes that few members have: slots, Householder steps a token
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """A member of the family. `step` is its definition, `lower` its translation; they share no code, so tests can compare them."""
 
@@ -242,12 +242,7 @@ class Op:
         return f"[{', '.join(axes)}]{known and ' with ' + known}"
 
     def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
-        from .engine.dispatch import run
-
-        if not options.keys() <= self.defaults.keys():
-            unknown = sorted(options.keys() - self.defaults.keys())[0]
-            raise TypeError(f"{self.name}: unexpected keyword {unknown!r}; it takes {', '.join(self.defaults)}")
-        return run(self, inputs, self.check(inputs), {**self.defaults, **options})
+        return _call()(self, inputs, options)
 
     def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:
         """Give `short` its whole signature, real and named, for those that read signatures; make the functions of the single forms."""
@@ -271,6 +266,13 @@ class Op:
         function.__doc__ = f"`{short.__name__}` in its {form.value} form.\n\n    {short.__doc__}"
         function.__signature__ = inspect.Signature(parameters, return_annotation=Output)  # type: ignore[attr-defined]
         return function
+
+
+@cache
+def _call() -> Callable[..., Output]:
+    from .engine.call import call
+
+    return call
 
 
 @cache

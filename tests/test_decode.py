@@ -304,3 +304,11 @@ def test_parameters_of_the_gate_leave_the_pool_plain():
     for step in prefill, decode:
         o = step(op, x, pool, torch.tensor([1, 2]), use_gate_in_kernel=True, A_log=A_log)
         assert not pool.requires_grad and not o.requires_grad
+
+
+@pytest.mark.skipif("oracle.DEVICE.type != 'cpu'", reason="a kernel writes past autograd")
+def test_autograd_hears_that_a_pool_has_changed():
+    x, pool = drawn(BASIC)
+    before = pool._version
+    decode(BASIC, x, pool, LANES)
+    assert pool._version > before

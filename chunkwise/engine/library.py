@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
@@ -61,6 +62,9 @@ def outside(x: Tensor) -> AbstractContextManager[object]:
     device = x.device.type
     cast = device != "meta" and torch.is_autocast_enabled(device)  # tensors without contents have no autocast
     return torch.autocast(device, enabled=False) if cast else nullcontext()
+
+
+BELOW: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)  # nothing is differentiated in there, and nobody asks whether
 
 
 def _gradients(
@@ -178,17 +182,41 @@ def forward_mode() -> bool:
     """Whether tangents may be carried along, or another transform is at work: an autograd.Function refuses what an operator would drop."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def watched() -> bool:
+    """Whether somebody traces, transforms or listens."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def direct(tensors: tuple[Tensor | None, ...]) -> bool:
     """Nobody traces, transforms or watches: the plan can be called as a function."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_mode():
+    if watched():
         return False
     for t in tensors:
         if t is not None and (type(t) not in PLAIN or t.is_meta):
             return False
     return True
+
+
+class Pass(NamedTuple):
+    """A pass of the engine that nobody watches, all decided: streams and a state are what it takes."""
+
+    plan: Any
+    p: Problem
+    final: bool
+    grad: bool
+
+    def __call__(self, x: Streams, S0: Tensor | None, **how: Any) -> Output:
+        """how: what the plan takes beside."""
+        if self.grad:
+            return Direct.apply(self.plan, self.p, self.final, *x, S0)
+        with outside(x.q), BELOW():
+            o, ST, _ = self.plan.forward(self.p, x, S0, final=self.final, save=False, **how)
+        return o, ST
 
 
 def recurrence(
@@ -206,10 +234,11 @@ def recurrence(
     final: bool,
     grad: bool,
     slots: Sequence[int] | None = None,
+    passes: list[Pass] | None = None,
 ) -> Output:
     """A pass of the engine: o [B, T, HV, V], and the last state [N, HV, K, V] if `final`; differentiable if `grad`.
 
-    slots: S0 is a pool that the recurrent plan works in, for calls nobody watches.
+    slots: S0 is a pool that the recurrent plan works in, for calls nobody watches. passes: is told what such a call does.
     """
     if not direct((*x, S0, cu, cu_cpu)):
         if slots is not None:
@@ -218,9 +247,14 @@ def recurrence(
         o, ST, _ = call(*x, S0, cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
-    if grad:
-        fixed = x.g is not None and not x.g.requires_grad
-        return Direct.apply(made, replace(p, fixed=True) if fixed else p, final, *x, S0)
-    with outside(x.q):
-        o, ST, _ = made.forward(p, x, S0, final=final, save=False, **({} if slots is None else {"slots": slots}))
-    return o, ST
+    if grad and x.g is not None and not x.g.requires_grad:
+        p = replace(p, fixed=True)
+    decided = Pass(made, p, final, grad)
+    if passes is not None:
+        passes.append(decided)
+    if slots is None:
+        return decided(x, S0)
+    pool = given(S0)
+    if not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)  # it changes in place, which nothing below tells autograd
+    return decided(x, pool, slots=slots)

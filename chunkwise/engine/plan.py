@@ -15,7 +15,8 @@ def _module(name: str) -> Callable[[], ModuleType]:
 @cache
 def _recurrent() -> SimpleNamespace:
     """Forward token by token; the gradient is the chunk form's."""
-    return SimpleNamespace(forward=_module("recurrent")().forward, backward=PLANS["chunk"]().backward)
+    tokens = _module("recurrent")()
+    return SimpleNamespace(forward=tokens.forward, backward=PLANS["chunk"]().backward, straight=tokens.straight)
 
 
 @cache

@@ -26,90 +26,112 @@ BLOCK = 1 << 19  # entries of the states that a CPU works on together: what its 
 class Rows:
     """Tokens in the order they are taken: first tokens of all sequences, second ones, and so on. Packed: longest sequences first.
 
-    A row is a token's head with its n value heads: [rows, 1 or n, D].
+    A row is a token of a sequence, or of one of its heads where the states of all are more than a block: [rows, 1, h or h * n, D].
     """
 
-    def __init__(self, p: Problem, device: torch.device):
-        self.p, self.n, self.device = p, p.HV // p.H, device
+    def __init__(self, p: Problem, device: torch.device, whole: bool):
+        self.p, self.n, self.device, self.dtype = p, p.HV // p.H, device, p.compute
+        self.h = p.H if whole or p.HV * p.K * p.V <= BLOCK else 1  # heads of a row, with n value heads each
         self.packed: Layout | None = None if p.cu_seqlens is None else layout(dataclasses.replace(p, C=1), device)
         self.alive = [p.B] * p.T if self.packed is None else self.packed.alive  # per step: sequences that have such a token
+        self.count = p.N * (p.H // self.h)  # of states
 
     def take(self, x: Tensor) -> Tensor:
-        """[B, T, H or HV, ...] -> [rows, 1 or n, D], D = 1 where there is no axis left."""
-        p, heads, D = self.p, x.shape[2], x.shape[3] if x.ndim == 4 else 1
+        """[B, T, H or HV, ...] -> [rows, 1, h or h * n, ...] in the compute dtype."""
+        p = self.p
+        x = x if x.dtype is self.dtype else x.to(self.dtype)
+        if self.packed is None and self.h == p.H and p.T == 1:
+            return x
+        heads, rest = x.shape[2] * self.h // p.H, x.shape[3:]
         if self.packed is not None:
             x = x[0].index_select(0, self.packed.rows)
         elif p.B != 1 and p.T != 1:
             x = x.transpose(0, 1)
-        return (x if x.dtype is p.compute else x.to(p.compute)).reshape(-1, heads // p.H, D)
+        return x.reshape(-1, 1, heads, *rest)
 
     def put(self, o: Tensor) -> Tensor:
-        """[rows, n, V] -> [B, T, HV, V] in the problem's dtype."""
+        """[rows, 1, h * n, V] -> [B, T, HV, V] in the problem's dtype."""
         p, o = self.p, o if o.dtype is self.p.dtype else o.to(self.p.dtype)
         if self.packed is not None:
             o = o.view(p.T, p.HV, p.V)
             return torch.empty_like(o).index_copy_(0, self.packed.rows, o)[None]
         if p.B == 1 or p.T == 1:
-            return o.view(p.B, p.T, p.HV, p.V)
+            return o if self.h == p.H and p.T == 1 else o.view(p.B, p.T, p.HV, p.V)
         return o.view(p.T, p.B, p.HV, p.V).transpose(0, 1).contiguous()
 
     def enter(self, S: Tensor) -> Tensor:
-        """[N, HV, K, V] in the caller's order -> dense [N * H, n, K, V] in that of the rows, in the compute dtype: bits do not
+        """[N, HV, K, V] in the caller's order -> dense [count, h * n, K, V] in that of the rows, in the compute dtype: bits do not
         depend on how states lie."""
-        S = S if S.dtype is self.p.compute else S.to(self.p.compute)
-        return (S if self.packed is None else self.packed.sort(S)).contiguous().view(-1, self.n, self.p.K, self.p.V)
+        S = S if S.dtype is self.dtype else S.to(self.dtype)
+        S = (S if self.packed is None else self.packed.sort(S)).contiguous()
+        return S if self.h == self.p.H else S.view(-1, self.n, self.p.K, self.p.V)
 
     def leave(self, S: Tensor) -> Tensor:
         """The inverse of `enter`."""
-        S = S.view(self.p.N, self.p.HV, self.p.K, self.p.V)
+        S = S if self.h == self.p.H else S.view(self.p.N, self.p.HV, self.p.K, self.p.V)
         return S if self.packed is None else self.packed.unsort(S)
 
 
 class Tokens(NamedTuple):
-    """All a step needs, [rows, 1 or n, ...]; absent where the rule has none."""
+    """All a step needs, rows first; absent where the rule has none. h heads, n value heads each, hn = h * n."""
 
-    R: Tensor  # [rows, n, readers, K]: q, then who erases, as they meet the state before the step
-    k: Tensor  # [rows, 1, K, 1]
-    v: Tensor  # [rows, n, V]
-    own: Tensor  # [rows, 1 or n, 1], what q reads of k's write
-    beta: Tensor | None  # [rows, n, 1]
-    w: Tensor | None  # [rows, 1 or n, K, 1]
-    own_w: Tensor | None  # [rows, 1 or n, 1]
-    D: Tensor | None  # [rows, n, K or 1, 1] or [rows, n, 1, V], what is left of the state
-    value: Tensor | None  # [rows, n, V], the same of what was read, where it is a matter of value channels
+    R: Tensor  # [rows, 1, h, n, readers, K]: q, then who erases, as they meet the state before the step
+    k: Tensor  # [rows, h, 1, K, 1]
+    v: Tensor  # [rows, 1, hn, V]
+    own: Tensor  # [rows, 1, hn, 1], what q reads of k's write
+    beta: Tensor | None  # [rows, 1, hn, 1]
+    w: Tensor | None  # [rows, h, 1 or n, K, 1]
+    own_w: Tensor | None  # [rows, 1, hn, 1]
+    D: Tensor | None  # [rows, hn, K or 1, 1] or [rows, hn, 1, V], what is left of the state
+    value: Tensor | None  # [rows, 1, hn, V], the same of what was read, where it is a matter of value channels
 
 
 def _tokens(p: Problem, x: Streams, rows: Rows) -> Tokens:
-    q, k, delta = rows.take(x.q), rows.take(x.k), p.rule is Rule.DELTA
-    key = value = None
-    if x.g is not None and p.gate is not Gate.NONE:
-        left = rows.take(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g).exp()
-        key, value = (None, left) if p.gate is Gate.VALUE else (left, None)
+    h, n, K, take = rows.h, rows.n, p.K, rows.take
+    q, k, delta = take(x.q), take(x.k), p.rule is Rule.DELTA
     erase = (x.a if p.before else x.e) if delta else x.a
-    u = None if x.u is None else x.u.to(p.compute).reshape(p.H, rows.n, p.K)
-    w = None if delta or x.b is None else rows.take(x.b)
+    r = take(erase) if erase is not None else k if delta else None
+    D = key = value = None
+    if x.g is not None and p.gate is not Gate.NONE:
+        left = take(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g).exp()
+        if p.gate is Gate.VALUE:
+            D, value = left.reshape(-1, h * n, 1, p.V), left
+        elif p.gate is Gate.KEY:
+            D, key = left.reshape(-1, h * n, K, 1), left.reshape(-1, 1, h, n, 1, K)
+        else:
+            D, key = left.reshape(-1, h * n, 1, 1), left.reshape(-1, 1, h, n, 1, 1)
+    bonus = q if x.u is None else take((x.q.to(rows.dtype).unsqueeze(3) * x.u.to(rows.dtype).reshape(p.H, n, K)).flatten(2, 3))
+    w = None if delta or x.b is None else take(x.b)
     return Tokens(
-        _readers(q, (k if erase is None else rows.take(erase)) if delta or erase is not None else None, key, p, rows.n),
-        k[..., None], rows.take(x.v),
-        own=torch.linalg.vecdot(q if u is None else (q.view(-1, p.H, 1, p.K) * u).view(-1, rows.n, p.K), k)[..., None],
-        beta=rows.take(x.beta) if delta and x.beta is not None else None,
-        w=None if w is None else w[..., None], own_w=None if w is None else torch.linalg.vecdot(q, w)[..., None],
-        D=key[..., None] if key is not None else None if value is None else value[:, :, None], value=value,
+        _readers(p, q, r, key, rows), k.reshape(-1, h, 1, K, 1), take(x.v),
+        own=_dots(rows, bonus, k), beta=take(x.beta).unsqueeze(3) if delta and x.beta is not None else None,
+        w=None if w is None else w.reshape(-1, h, w.shape[2] // h, K, 1), own_w=None if w is None else _dots(rows, q, w), D=D, value=value,
     )  # fmt: skip
 
 
-def _readers(q: Tensor, r: Tensor | None, key: Tensor | None, p: Problem, n: int) -> Tensor:
-    """q and who erases, [rows, 1 or n, K], decayed unless they read before the token forgets -> dense [rows, n, readers, K]."""
-    if r is None:
-        R = (q if p.bonus or key is None else q * key)[:, :, None]
-    elif key is not None and not p.bonus and not p.before:
-        q, r = (q, r) if q.shape == r.shape else torch.broadcast_tensors(q, r)
-        R = torch.stack((q, r), 2) * key[:, :, None]
+def _dots(rows: Rows, a: Tensor, b: Tensor) -> Tensor:
+    """Of a token's a and b, of heads or of value heads: [rows, 1, hn, 1]."""
+    h, n, K = rows.h, rows.n, a.shape[3]
+    if a.shape[2] == b.shape[2]:
+        P = a * b
+        P = P.unsqueeze(3) if P.shape[2] == h else P.reshape(-1, 1, h, n, K)
     else:
-        q = q if p.bonus or key is None else q * key
-        r = r if p.before or key is None else r * key
-        R = torch.stack((q, r) if q.shape == r.shape else torch.broadcast_tensors(q, r), 2)
-    return R if R.shape[1] == n else R.expand(-1, n, -1, -1).contiguous()
+        P = a.reshape(-1, 1, h, a.shape[2] // h, K) * b.reshape(-1, 1, h, b.shape[2] // h, K)
+    return P.expand(-1, 1, h, n, K).sum(-1).view(-1, 1, h * n, 1)
+
+
+def _readers(p: Problem, q: Tensor, r: Tensor | None, key: Tensor | None, rows: Rows) -> Tensor:
+    """q and who erases, [rows, 1, h or hn, K], decayed by `key` [rows, 1, h, n, 1, K or 1] unless they read before the token forgets ->
+    dense [rows, 1, h, n, readers, K]."""
+    h, n, K = rows.h, rows.n, p.K
+    if r is not None and r.shape[2] == h and p.bonus is p.before:  # both by the same
+        R = torch.stack((q, r), 3).unsqueeze(3)
+        R = R if key is None or p.bonus else R * key
+    else:
+        parts = [(t.reshape(-1, 1, h, t.shape[2] // h, 1, K), before) for t, before in ((q, p.bonus), (r, p.before)) if t is not None]
+        each = [t if before or key is None else t * key for t, before in parts]
+        R = each[0] if r is None else torch.cat(each if each[0].shape == each[1].shape else torch.broadcast_tensors(*each), 4)
+    return R.expand(-1, 1, h, n, -1, K).contiguous()
 
 
 @lru_cache(maxsize=16)
@@ -120,88 +142,98 @@ def _bags(rows: int, readers: int, K: int) -> tuple[Tensor, Tensor]:
 
 
 def _read(R: Tensor, S: Tensor, most: int) -> Tensor:
-    """R S of R [rows, n, readers, K] and S [rows, n, K, V]; no block has more than `most` states.
+    """[rows, 1, hn, readers, V], what R [rows, 1, h, n, readers, K] reads of S [rows, hn, K, V]; no block has more than `most` states.
 
     A reading is a weighted sum of a state's lines. Products of so few rows pack the states first and take twice as long.
     """
-    rows, n, readers, K = R.shape
-    if S.device.type != "cpu" or S.dtype is not torch.float32:
-        return torch.matmul(R, S)
+    (rows, hn, K, V), readers = S.shape, R.shape[4]
+    if S.dtype is not torch.float32 or not S.is_cpu:
+        return torch.matmul(R.view(rows, hn, readers, K), S).unsqueeze(1)
     lines, starts = _bags(most, readers, K)
-    if rows * n != most:
-        lines, starts = lines[: R.numel()], starts[: rows * n * readers]
-    seen = torch.embedding_bag(S.view(-1, S.shape[3]), lines, starts, False, 0, False, R.view(-1), False)[0]
-    return seen.view(rows, n, readers, -1)
+    if rows * hn != most:
+        lines, starts = lines[: R.numel()], starts[: rows * hn * readers]
+    return torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), False)[0].view(rows, 1, hn, readers, V)
 
 
-def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, o: Tensor, spare: Tensor | None, most: int) -> None:
-    """A token of every row: o [rows, n, V] is written, and the state after it goes from S [rows, n, K, V] to `into`, if there is one.
-
-    spare: where there is room for what is written, if `into` is S.
-    """
-    read, write = _read(t.R, S, most), t.v  # [rows, n, readers, V]
-    out, met = read.unbind(2) if read.shape[2] == 2 else (read[:, :, 0], read[:, :, 0])
+def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, most: int, o: Tensor | None = None) -> Tensor:
+    """A token of every row: o [rows, 1, hn, V], and the state after it goes from S [rows, hn, K, V] to `into`, if there is one; that may
+    be S."""
+    read, write = _read(t.R, S, most), t.v
+    out, met = read.unbind(3) if read.shape[3] == 2 else (read[:, :, :, 0], read[:, :, :, 0])
     if t.value is not None:
         out = out if p.bonus else out * t.value
         met = met if p.before else met * t.value
     if p.rule is Rule.DELTA:
         write = write - met if t.beta is None else (write - met).mul_(t.beta)
-    torch.addcmul(out, t.own, write, out=o)
+    o = torch.addcmul(out, t.own, write, out=o)
     if t.own_w is not None:
         o.addcmul_(t.own_w, met)
-    if into is None:
-        return
-    if t.D is None:
-        torch.addcmul(S, t.k, write[:, :, None], out=into)
-    else:
-        written = torch.mul(t.k, write[:, :, None], out=into if spare is None else spare)
-        torch.addcmul(written, S, t.D, out=into)
-    if t.w is not None:
-        into.addcmul_(t.w, met[:, :, None])
+    if into is not None:
+        h, V = t.k.shape[1], S.shape[3]
+        to = into.view(-1, h, S.shape[1] // h, S.shape[2], V)
+        if t.D is not None:
+            torch.mul(S, t.D, out=into)
+        torch.addcmul(S.view(to.shape) if t.D is None else to, t.k, write.reshape(-1, h, to.shape[2], 1, V), out=to)
+        if t.w is not None:
+            to.addcmul_(t.w, met.reshape(-1, h, to.shape[2], 1, V))
+    return o
 
 
 class States(NamedTuple):
     """States worked on together, all tokens of theirs before the next: a block that stays in the caches."""
 
     first: int  # row
-    S: Tensor  # [rows, n, K, V]
+    S: Tensor  # [rows, hn, K, V]
     into: Tensor  # the same, or where they go
+
+
+def _whole(p: Problem, rows: Rows, S0: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+    """The caller's states, or zeros, in the order of the rows, and room for those after them if `final`: the same where they are ours."""
+    if S0 is None:
+        S = torch.zeros(rows.count, rows.h * rows.n, p.K, p.V, dtype=rows.dtype, device=rows.device)
+    else:
+        S = rows.enter(S0)
+    if not final:
+        return S, None
+    ours = S0 is None or S.data_ptr() != S0.data_ptr()
+    return S, S if ours else room(*S.shape, dtype=S.dtype, device=S.device)
 
 
 def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tensor]) -> Iterator[States]:
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
-    S = torch.zeros(p.N * p.H, rows.n, p.K, p.V, dtype=p.compute, device=rows.device) if S0 is None else rows.enter(S0)
-    ours = S0 is None or S0.dtype is not p.compute or rows.packed is not None or not S0.is_contiguous()
-    made.append(S if ours else room(*S.shape, dtype=S.dtype, device=S.device))
-    if size >= len(S):
-        yield States(0, S, made[0])
-        return
+    S, into = _whole(p, rows, S0, True)
+    into = given(into)
+    made.append(into)
     for a in range(0, len(S), size):
         here = S[a : a + size]
-        yield States(a, here, here if ours else made[0][a : a + size])
+        yield States(a, here, here if S is into else into[a : a + size])
 
 
 def _pooled(p: Problem, rows: Rows, pool: Tensor, slots: Sequence[int], size: int) -> Iterator[States]:
     """States of a pool [slots, HV, K, V], changed in place. Neighbours go together; small states that are none are gathered."""
-    slots, most = slots if rows.packed is None else [slots[n] for n in rows.packed.order], size // p.H
+    slots = slots if rows.packed is None else [slots[n] for n in rows.packed.order]
     dense = pool.stride(0) == p.HV * pool.stride(1)
     a = 0
     while a < len(slots):
         b = a + 1
-        while b < len(slots) and b - a < most and (slots[b] >= 0) == (slots[a] >= 0):
+        while b < len(slots) and b - a < size and (slots[b] >= 0) == (slots[a] >= 0):
             b += 1
         here, near = slots[a:b], dense and all(y == x + 1 for x, y in zip(slots[a:b], slots[a + 1 : b]))
         if here[0] >= 0:
             to = None if near or b == a + 1 else torch.tensor(here)
             S = pool[here[0] : here[0] + b - a] if to is None else pool.index_select(0, to)
             work = (S if S.dtype is p.compute else S.to(p.compute)).contiguous()
-            flat = work.view(-1, rows.n, p.K, p.V)
-            yield States(a * p.H, flat, flat)
+            yield States(a, work, work)
             if to is not None:
                 pool.index_copy_(0, to, work.to(pool.dtype))
             elif work is not S:
                 S.copy_(work)
         a = b
+
+
+def straight(p: Problem) -> bool:
+    """Whether a call is one token of few states, so that what it does never depends on numbers, and costs little more than its Python."""
+    return p.T == 1 and p.N > 0 and p.cu_seqlens is None and p.N * p.HV * p.K * p.V <= BLOCK
 
 
 def forward(
@@ -211,15 +243,17 @@ def forward(
 
     slots: S0 is a pool of states; sequence n has that in slots[n], which moves on in place, and none where that is negative: its o is 0.
     """
-    rows, made = Rows(p, x.q.device), list[Tensor]()
-    tokens = _tokens(p, x, rows)
-    starts = [0, *accumulate(m * p.H for m in rows.alive)]
-    size = p.N * p.H if rows.device.type != "cpu" else min(p.N * p.H, max(1, BLOCK // (rows.n * p.K * p.V)))
-    size = size if slots is None else max(1, size // p.H) * p.H  # whole slots
+    cpu = x.q.device.type == "cpu"
+    rows, made = Rows(p, x.q.device, slots is not None or not cpu), list[Tensor]()
+    tokens, hn = _tokens(p, x, rows), rows.h * rows.n
+    size = min(rows.count, max(1, BLOCK // (hn * p.K * p.V))) if cpu else rows.count
+    if slots is None and rows.alive == [p.N] and size == rows.count:  # one token, no loops
+        S, into = _whole(p, rows, S0, final)
+        return rows.put(_step(p, tokens, S, into, size * hn).mul_(p.scale)), None if into is None else rows.leave(into), None
+    starts = [0, *accumulate(m * (p.H // rows.h) for m in rows.alive)]
     skips = slots is not None and any(n < 0 for n in slots)
-    o = (torch.zeros if skips else torch.empty)(starts[-1], rows.n, p.V, dtype=p.compute, device=rows.device)
+    o = (torch.zeros if skips else torch.empty)(starts[-1], 1, hn, p.V, dtype=rows.dtype, device=rows.device)
     last = None if final or slots is not None else len(rows.alive) - 1
-    spare: Tensor | None = None
     for first, S, into in _given(p, rows, S0, size, made) if slots is None else _pooled(p, rows, given(S0), slots, size):
         for i, (a, b) in enumerate(zip(starts, starts[1:])):
             m = min(b - a - first, len(S))  # rows that have such a token
@@ -227,13 +261,10 @@ def forward(
                 break
             if m < len(S) and S is not into:
                 S = into.copy_(S)
-            if S is into and tokens.D is not None and (spare is None or len(spare) < m):
-                spare = torch.empty(S.shape, dtype=S.dtype, device=S.device)
             a += first
             now, to = (S, into) if m == len(S) else (S[:m], into[:m])
             t = tokens if m == starts[-1] else Tokens._make(None if z is None else z[a : a + m] for z in tokens)
-            extra = None if spare is None or S is not into else spare if m == len(spare) else spare[:m]
-            _step(p, t, now, None if i == last else to, o if t is tokens else o[a : a + m], extra, size * rows.n)
+            _step(p, t, now, None if i == last else to, size * hn, o if t is tokens else o[a : a + m])
             S = into
         if S is not into and final:
             into.copy_(S)

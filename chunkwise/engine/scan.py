@@ -15,7 +15,7 @@ from torch import Tensor
 from ..spec import Gate, Op, Output, Rule, Streams
 from . import elementwise
 from .dispatch import Cell, Choice
-from .library import recurrence
+from .library import Pass, recurrence
 from .problem import given
 
 
@@ -34,6 +34,7 @@ class Scan:
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     slots: Sequence[int] | None = None  # the state is a pool: see engine/recurrent.py
+    passes: list[Pass] | None = None  # who wants to know what was decided
 
     def __call__(
         self, x: Streams, S0: Tensor | None, *, gate: Gate | None = None, rule: Rule | None = None, scale: float | None = None,
@@ -54,7 +55,7 @@ class Scan:
         )
         return recurrence(
             x, S0, cu, cpu, gate=cell.gate, rule=cell.rule, plan=c.plan, chunk=c.chunk, scale=scale, precision=precision or self.precision,
-            final=self.final, grad=grad, slots=self.slots,
+            final=self.final, grad=grad, slots=self.slots, passes=self.passes,
         )  # fmt: skip
 
     def scaled(self, x: Streams) -> float:

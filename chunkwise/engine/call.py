@@ -1,0 +1,98 @@
+"""A member's public call. What it decides, it decides once for sizes, types, strides and options: a later call that is alike goes straight
+to its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..spec import Output, Streams
+from .dispatch import run
+from .library import BELOW, PLAIN, Pass, watched
+from .prologue import prologue
+from .raw import asks
+from .tape import tape
+
+if TYPE_CHECKING:
+    from ..spec import Op
+
+KEPT = 1024  # calls; the oldest goes
+THREADS = 4  # tapes of a call
+TENSORS = ("initial_state", "A_log", "dt_bias")  # among the options
+CALLS: dict[Any, Decided] = {}
+
+
+class Decided:
+    """A call of one pass, but for its tensors."""
+
+    def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass) -> None:
+        self.name, self.names, self.lower, self.made = op.name, tuple(inputs), op.lower or Streams, made
+        self.settings = {n: o[n] for n in op.settings}
+        self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
+        self.turn = bool(o["state_v_first"])
+        self.straight = not made.grad and getattr(made.plan, "straight", bool)(made.p)
+        self.tapes: list[Callable[..., Any]] = []  # that no thread has
+
+    def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
+        if not self.straight or torch.is_autocast_enabled("cpu"):
+            return self._run(*inputs.values(), *map(options.get, TENSORS))
+        if not self.tapes:
+            return self._tape(*inputs.values(), *map(options.get, TENSORS))
+        try:
+            again = self.tapes.pop()
+        except IndexError:  # another thread was quicker
+            return self._run(*inputs.values(), *map(options.get, TENSORS))
+        with BELOW():
+            made = again(*inputs.values(), *map(options.get, TENSORS))
+        self.tapes.append(again)
+        return made
+
+    def _tape(self, *tensors: Tensor | None) -> Output:
+        """The call, and a tape of it for the next one."""
+        made, again = tape(self._run, tensors)
+        if again is None:
+            self.straight = False
+        elif len(self.tapes) < THREADS:
+            self.tapes.append(again)
+        return made  # type: ignore[return-value]
+
+    def _run(self, *tensors: Any) -> Output:
+        x: Mapping[str, Any] = dict(zip(self.names, tensors))
+        S0, *further = tensors[len(self.names) :]
+        if self.raw is not None:
+            x = prologue(self.name, x, {**self.raw, **dict(zip(TENSORS[1:], further))})
+        o, ST = self.made(self.lower(**x, **self.settings), S0.mT if self.turn and S0 is not None else S0)
+        return o, ST.mT if self.turn and ST is not None else ST
+
+
+def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
+    """op's function of its inputs. Raises as `Op.check` and `dispatch.run` do, TypeError for an option there is not."""
+    if watched():
+        return _first(op, inputs, options, None)
+    try:
+        values = (*inputs.values(), *options.values())
+        about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
+        key = (op, torch.is_grad_enabled(), *inputs, *options, *about)
+        decided = CALLS.get(key)
+    except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named below
+        return _first(op, inputs, options, None)
+    return _first(op, inputs, options, key) if decided is None else decided(inputs, options)
+
+
+def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: Any) -> Output:
+    """All that a call has to check and to decide."""
+    if not options.keys() <= op.defaults.keys():
+        unknown = sorted(options.keys() - op.defaults.keys())[0]
+        raise TypeError(f"{op.name}: unexpected keyword {unknown!r}; it takes {', '.join(op.defaults)}")
+    o = {**op.defaults, **options}
+    passes: list[Pass] = []
+    out = run(op, inputs, op.check(inputs), o, passes=passes)
+    numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
+    if key is not None and len(passes) == 1 and op.passes is None and not numbers:
+        CALLS[key] = Decided(op, inputs, o, passes[0])
+        while len(CALLS) > KEPT:
+            CALLS.pop(next(iter(tuple(CALLS))), None)  # another thread may have been quicker
+    return out

@@ -1,0 +1,152 @@
+"""Calls decided once, and one-token steps on a CPU that are taped: always the bits of a call that decides anew."""
+
+import threading
+
+import pytest
+import torch
+from oracle import OPS, Case, ids, make
+
+from chunkwise.engine import call
+from chunkwise.engine.tape import tape
+from chunkwise.spec import Rule, Streams
+
+every = pytest.mark.parametrize("op", [op for op in OPS if op.passes is None], ids=ids)
+BASIC = next(op for op in OPS if op.rule is Rule.DELTA and op.lower is Streams)
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    call.CALLS.clear()
+    yield
+    call.CALLS.clear()
+
+
+def anew(op, x, **options):
+    """The call as nobody has made it before."""
+    return call._first(op, x, options, None)
+
+
+def drawn(op, seed, **sizes):
+    made = make(op, Case(**dict(H=2, n=2, K=5, V=6) | sizes), torch.float32, seed=seed)
+    return {n: t.detach() for n, t in made.x.items()}, made.S0.detach()
+
+
+def options_of(op, x):
+    """Everything an op may be left to do."""
+    o = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
+    if "use_gate_in_kernel" in o:
+        o |= {"A_log": torch.rand(x["g"].shape[2]), "dt_bias": torch.rand(x["g"].shape[2:].numel())}
+    return o
+
+
+def alike(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None and b is None) or a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@every
+def test_a_taped_step_is_the_step(op):
+    for how in ("plain", "raw, values first", "no state"):
+        for seed in range(4):
+            x, S0 = drawn(op, seed)
+            o = {} if how == "no state" else dict(initial_state=S0, output_final_state=True)
+            if how == "raw, values first":
+                o |= dict(options_of(op, x), state_v_first=True, initial_state=S0.mT.contiguous())
+            before = {n: t.clone() for n, t in x.items()}
+            alike(op(x, **o), anew(op, x, **o))
+            assert all(torch.equal(x[n], t) for n, t in before.items())
+    assert len(call.CALLS) == 3 and all(d.straight and len(d.tapes) == 1 for d in call.CALLS.values())
+
+
+def test_results_are_memory_of_their_own():
+    x, S0 = drawn(BASIC, 0)
+    made = [BASIC(x, initial_state=S0, output_final_state=True) for _ in range(4)]
+    assert len({t.untyped_storage().data_ptr() for pair in made for t in pair}) == 8
+    o, S = (t.clone() for t in made[2])
+    BASIC({n: t + 1 for n, t in x.items()}, initial_state=made[2][1], output_final_state=True)
+    alike(made[2], (o, S))
+
+
+def test_what_differs_in_strides_type_or_grad_mode_is_decided_apart():
+    x, S0 = drawn(BASIC, 0, B=2)
+    wide = {n: t.repeat_interleave(2, -1)[..., ::2] for n, t in x.items()}
+    still = {**x, "g": x["g"][:1, :, :1].expand(2, 1, 4)}
+    double = {n: t.double() for n, t in x.items()}
+    for _ in range(3):
+        for y in (x, wide, still, double):
+            alike(BASIC(y, initial_state=S0, output_final_state=True), anew(BASIC, y, initial_state=S0, output_final_state=True))
+    learn = {n: t.clone().requires_grad_() for n, t in x.items()}
+    for _ in range(3):
+        o, _ = BASIC(learn)
+        assert o.requires_grad and torch.autograd.grad(o.sum(), learn["q"])[0].any()
+        with torch.no_grad():
+            assert not BASIC(learn)[0].requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        alike(BASIC(x), anew(BASIC, x))
+
+
+def test_numbers_in_tensors_are_looked_at_every_time():
+    x, _ = drawn(BASIC, 0, T=6)
+    for ends in ([0, 2, 6], [0, 5, 6], [0, 0, 6]):
+        alike(BASIC(x, cu_seqlens=torch.tensor(ends)), anew(BASIC, x, cu_seqlens=torch.tensor(ends)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cu_seqlens must rise"):
+            BASIC(x, cu_seqlens=torch.tensor([0, 5, 5]))
+    for scale in (torch.tensor(1.0), torch.tensor(2.0)):
+        alike(BASIC(x, scale=scale), anew(BASIC, x, scale=scale))
+
+
+def test_refusals_come_back():
+    x, _ = drawn(BASIC, 0)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="unexpected keyword 'sale'"):
+            BASIC(x, sale=1)
+        with pytest.raises(TypeError, match="q must be a tensor"):
+            BASIC({**x, "q": [1, 2]})
+        with pytest.raises(ValueError, match="chunk_size"):
+            BASIC(x, chunk_size=17)
+        BASIC(x)
+
+
+def test_threads_do_not_share_a_tape():
+    wrong, start = [], threading.Barrier(4)
+
+    def work(seed):
+        x, S0 = drawn(BASIC, seed)
+        want = anew(BASIC, x, initial_state=S0, output_final_state=True)
+        start.wait()
+        for _ in range(50):
+            got = BASIC(x, initial_state=S0, output_final_state=True)
+            wrong.extend(seed for a, b in zip(got, want) if not torch.equal(a, b))
+
+    BASIC(drawn(BASIC, 0)[0])
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_nothing_of_a_call_is_kept():
+    import gc
+    import weakref
+
+    x, S0 = drawn(BASIC, 0)
+    o = options_of(BASIC, x)
+    for _ in range(3):
+        made = BASIC(x, initial_state=S0, output_final_state=True, **o)
+    seen = [weakref.ref(t) for t in (*x.values(), S0, *made, o["A_log"], o["dt_bias"])]
+    del x, S0, made, o
+    gc.collect()
+    assert not any(ref() is not None for ref in seen)
+
+
+def test_a_call_that_looks_at_numbers_is_not_taped():
+    x = torch.ones(3)
+    made, again = tape(lambda t: (t * 2 if t.sum() > 0 else t,), [x])
+    assert torch.equal(made[0], x * 2) and again is None
+    made, again = tape(lambda t: (t * 2 + t.exp().mul_(3).view(3, 1).sum(-1),), [x])
+    assert again is not None
+    for y in (torch.randn(3), torch.randn(3)):
+        assert torch.equal(again(y)[0], y * 2 + y.exp() * 3)
