@@ -13,7 +13,7 @@ import tempfile
 
 # Instructions without a register as their result; all others write their first operand that is no predicate.
 RESULTLESS = (
-    "ST", "RED", "ATOMS.", "BAR", "BRA", "BRX", "BSSY", "BSYNC", "CALL", "CCTL", "DEPBAR", "ERRBAR", "EXIT", "FENCE", "HGMMA", "MEMBAR",
+    "ST", "RED.", "ATOMS.", "BAR", "BRA", "BRX", "BSSY", "BSYNC", "CALL", "CCTL", "DEPBAR", "ERRBAR", "EXIT", "FENCE", "HGMMA", "MEMBAR",
     "NANOSLEEP", "NOP", "RET", "SYNCS", "UBLK", "UCGABAR", "UTMA", "WARP", "YIELD",
 )  # fmt: skip
 UNIFORM = re.compile(r"\bUR(\d+)(\.64)?")

@@ -117,11 +117,12 @@ def backward(
             saved, decayed = scores_of(p, x, at, saved)
         if by_scans(p, x):
             return scanned(p, x, at, S0, do, dST)
-        T, add = _inverse(p, saved), p.rule is Rule.ADD
-        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=True, last=dST is not None)
-        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=True, output=add, final=S0 is not None, maps=there.ends)
+        T, add, wide = _inverse(p, saved), p.rule is Rule.ADD, stages.gathered(p, x)
+        at, every = at if wide is p else stages.index(wide), wide.C // p.C
+        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, last=dST is not None)
+        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add, final=S0 is not None, maps=there.ends)
         U = back.o if add else back.X
-        d = grads(p, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
+        d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)
         if p.H != H:

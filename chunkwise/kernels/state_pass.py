@@ -25,18 +25,12 @@ from .tile import decay_sums, early_sums, load_chunk, load_gate, mask2, pair_dec
 
 
 @triton.jit
-def pairs(b_G, b_F, o_c, o_i, scale, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr):
-    """scale e^(G_i - G_j) for j <= i, else 0 [C, C]; LOWER: [i, j], else [j, i]. o_i: rows readers."""
+def pairs(b_G, b_F, o_c, o_i, LOWER: tl.constexpr, SPLIT: tl.constexpr):
+    """e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER [i, j], else [j, i]. o_i: the readers' rows."""
     if LOWER:
-        m = o_c[None, :] <= o_i[:, None]
+        b_D = pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], o_c[None, :] <= o_i[:, None], SPLIT)
     else:
-        m = o_c[:, None] <= o_i[None, :]
-    if GATE == "none":
-        b_D = tl.where(m, scale, 0.0)
-    elif LOWER:
-        b_D = pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], m, SPLIT) * scale
-    else:
-        b_D = pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], m, SPLIT) * scale
+        b_D = pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], o_c[:, None] <= o_i[None, :], SPLIT)
     return b_D
 
 
@@ -48,15 +42,17 @@ def scores(
 
     b_D: a head's `pairs`, the same for all chunks.
     """
-    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP)  # [C, C]
     o_i = tl.minimum(o_c, L - 1)  # hangs on the chunk, so that no mask of [C, C] is kept in registers from chunk to chunk
-    if GATE == "none":
-        m = (o_c[None, :] <= o_i[:, None]) if LOWER else (o_c[:, None] <= o_i[None, :])
-        b_M = tl.where(m, b_M * scale, 0.0)
-    elif GATE == "head":
-        b_M *= b_D
+    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP) * scale  # [C, C]
+    # Behind a branch Triton lays M out over all warps; straight on the way to the next product, each half of 8 warps would compute it all.
+    if GATE == "head":
+        if L > 0:
+            b_M *= b_D
+    elif GATE == "none":
+        if L > 0:
+            b_M = tl.where((o_c[None, :] <= o_i[:, None]) if LOWER else (o_c[:, None] <= o_i[None, :]), b_M, 0.0)
     else:
-        b_M *= pairs(b_G, b_F, o_c, o_i, scale, LOWER, GATE, SPLIT)
+        b_M *= pairs(b_G, b_F, o_c, o_i, LOWER, SPLIT)
     return b_M
 
 
@@ -78,6 +74,18 @@ def shared_strength(b_beta, TYPE: tl.constexpr):
     return tl.where(m, 1.0, b_beta), tl.where(m, b_beta, 1.0)
 
 
+@triton.jit
+def store_state(
+    S, b_s, i_slot, i_hv, HV, i_v, o_k, m_vk, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """Values i_v * BV.. of one S' of [slots, HV, V, K], from b_s [BV, BK]."""
+    if TMA:
+        S.store([i_slot.to(tl.int32), i_hv, i_v * BV, 0], tl.reshape(b_s, [1, 1, BV, BK]))
+    else:
+        o_v = i_v * BV + tl.arange(0, BV)
+        tl.store(S + (i_slot * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=m_vk)
+
+
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
 def state_pass_kernel(
     q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
@@ -90,7 +98,8 @@ def state_pass_kernel(
     GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr,
     USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr,  # in reverse, delta: X is beta U, but for rows of a beta too small
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
+    STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 is [N, HV, V, K]
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
@@ -122,7 +131,8 @@ def state_pass_kernel(
         c_end = tl.cdiv(T, C)
         bos = i_n.to(tl.int64) * T
         Tn = T
-        slot = i_n.to(tl.int64) * c_end
+        slot = i_n.to(tl.int64) * (tl.cdiv(c_end, STORE) if STORE > 1 else c_end)
+    c_last = c_end - 1
     c_0 = c_end * i_p // pieces  # the piece is chunks c_0 ... c_end - 1
     c_end = c_end * (i_p + 1) // pieces
     if MAP and not INITIAL:
@@ -151,7 +161,7 @@ def state_pass_kernel(
         h_all, h_end = whole(h_G, h_F, o_c, C, SPLIT)
         h_start = start(h_G, h_F, SPLIT)
         if OUTPUT or (DELTA and REVERSE):
-            b_D = pairs(h_G, h_F, o_c, o_c, scale, REVERSE, GATE, SPLIT)  # [C, C]
+            b_D = pairs(h_G, h_F, o_c, o_c, REVERSE, SPLIT)  # [C, C]
     for i in range(c_end - c_0):
         if REVERSE:
             c = c_end - 1 - i
@@ -207,10 +217,10 @@ def state_pass_kernel(
                 b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, True, GATE, SPLIT, IP).to(dtype)
         b_s = b_S.to(dtype)
         if STORE:
-            if TMA:
-                S.store([(slot + c).to(tl.int32), i_hv, i_v * BV, 0], tl.reshape(b_s, [1, 1, BV, BK]))
-            else:
-                tl.store(S + ((slot + c) * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=m_vk)
+            if STORE == 1:
+                store_state(S, b_s, slot + c, i_hv, HV, i_v, o_k, m_vk, K, V, BK, BV, TMA)
+            elif (c % STORE == STORE - 1) | (c == c_last) if REVERSE else c % STORE == 0:
+                store_state(S, b_s, slot + c // STORE, i_hv, HV, i_v, o_k, m_vk, K, V, BK, BV, TMA)
         if KEY:
             b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
 

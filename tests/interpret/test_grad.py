@@ -8,7 +8,7 @@ from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk
 from chunkwise.engine.problem import Problem
-from chunkwise.engine.stages_triton import at_once, index, state_pass
+from chunkwise.engine.stages_triton import at_once, gathered, index, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_grad import scanned as scans
 from chunkwise.engine.stages_triton_score import scores
@@ -29,12 +29,13 @@ def slots(p: Problem, S: torch.Tensor, to) -> torch.Tensor:
     return out
 
 
-def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> dict:
+def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor, C: int) -> dict:
     """What the two scans leave to the gradient stage, made by the torch stages in float64. U with its strength where the stage wants it."""
-    plan = chunk.prepare(posed(double(x), p.gate, p.rule, C=p.C, cu=p.cu_seqlens), double(x))
+    p = replace(p, C=C)
+    plan = chunk.prepare(posed(double(x), p.gate, p.rule, C=C, cu=p.cu_seqlens), double(x))
     to = plan.c.layout
-    ahead = plan.states(S0.double(), keep=True, query=False)
-    back = plan.gradients(dST.double(), to.split(do.double(), torch.float64))
+    ahead = plan.states(S0.double(), keep=True)
+    back = plan.gradients(dST.double(), do.double())
     join = lambda t: None if t is None else to.join(t, p.dtype)
     U = back.X
     if U is not None and at_once(p) and x.beta is not None:
@@ -45,13 +46,14 @@ def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: tor
 
 def staged(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> Streams:
     """Stage `grads` on what the scans leave."""
-    made, decayed = scanned(p, x, do, S0, dST), None
+    wide = gathered(p, x)
+    made, decayed = scanned(p, x, do, S0, dST, wide.C), None
     if p.gate is Gate.KEY:
         kept, _ = scores(p, x, index(p))
         decayed = scores(p, x, index(p), kept)[1]
     if p.rule is Rule.ADD:  # dv is the scan's
         made["U"] = state_pass(p, x, index(p), dST, do=do, decayed=decayed, output=True).o
-    return grads(p, x, index(p), do, **made, decayed=decayed)
+    return grads(wide, x, index(wide), do, **made, decayed=decayed)
 
 
 def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, only_scans=False, **sizes) -> None:
@@ -100,6 +102,7 @@ def test_gradients_in_bfloat16(gate, rule):
 
 @pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.KEY])
 def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
+    check(gate, rule, dtype=torch.float16, B=1, T=150, H=1, n=2, C=64, cu=[0, 65, 150])
     check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
     check(gate, rule, dtype=torch.float16, B=1, T=70, H=1, K=72, V=68, C=64)
     check(gate, rule, dtype=torch.float16, B=2, T=70, H=1, n=2, K=72, V=72, C=64)

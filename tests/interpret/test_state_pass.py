@@ -8,6 +8,7 @@ import torch
 from chunkwise import draw
 from chunkwise.engine import chunk, plan_triton, stages_triton
 from chunkwise.engine.problem import Problem, problem
+from chunkwise.engine.tune import Cut
 from chunkwise.spec import Gate, Rule, Streams
 
 CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR) for r in (Rule.ADD, Rule.DELTA)]
@@ -149,8 +150,8 @@ def test_scan_keeps_the_states_chunks_meet_and_the_gradients_they_leave(gate, ru
     do = torch.randn_like(x.v)
     at = stages_triton.index(p)
     Tinv = stages_triton.inverse(p, x, at) if rule is Rule.DELTA else None
-    there = stages_triton.state_pass(p, x, at, S0, T=Tinv, store=True)
-    back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=True, output=rule is Rule.ADD, final=True)
+    there = stages_triton.state_pass(p, x, at, S0, T=Tinv, store=1)
+    back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=1, output=rule is Rule.ADD, final=True)
     S, dS = (t.view(p.B, -1, p.HV, p.V, p.K).mT for t in (there.S, back.S))
     eps = torch.finfo(dtype).eps
 
@@ -190,3 +191,23 @@ def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
         monkeypatch.setattr(stages_triton, "solves", lambda p, way=way: way)
         exact[way] = stages_triton.inverse(p, x, stages_triton.index(p))
     assert 0 < error(exact["bf16x3"], exact["ieee"].double()) < 2**-14
+
+
+@pytest.mark.parametrize("rule, pieces, cu", [(Rule.ADD, 3, None), (Rule.ADD, 1, [0, 0, 18, 19, 19, 54]), (Rule.DELTA, 1, None)])
+def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch, rule, pieces, cu):
+    """Forwards those the even chunks meet; in reverse the gradients that odd chunks leave, and a sequence's last one."""
+    monkeypatch.setattr(stages_triton, "split", lambda p: Cut(pieces))
+    T = 37 if cu is None else cu[-1]
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    x = streams(Gate.SCALAR, rule, torch.float16, B=2 if cu is None else 1, T=T, H=1, HV=1, K=16, V=16)
+    p = asked(x, Gate.SCALAR, rule, cu_seqlens=cu)
+    do, Tinv = torch.randn_like(x.v), stages_triton.inverse(p, x, stages_triton.index(p)) if rule is Rule.DELTA else None
+    lengths = [T] * p.B if cu is None else cu.diff().tolist()
+    chunks = [-(-n // 16) for n in lengths]
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    met = [a + c for a, n in zip(starts, chunks) for c in range(0, n, 2)]
+    left = [a + min(c + 1, n - 1) for a, n in zip(starts, chunks) for c in range(0, n, 2)]
+    at = [stages_triton.index(replace(p, C=16 * every)) for every in (1, 2)]
+    for reverse, wanted in ((None, met), (do, left)):
+        each, second = (stages_triton.state_pass(p, x, at[n - 1], None, T=Tinv, do=reverse, store=n).S for n in (1, 2))
+        assert torch.equal(second[: len(wanted)], each[wanted])
