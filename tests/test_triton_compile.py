@@ -43,7 +43,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_kernel", ("not NEAR", "DELTA")): (2700, _FAR),
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
     (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
-    (("sm_90",), "grad_kernel", ("LEARNS", "not DELTA")): (104, "64 keys and 128 tokens: 0.45 ms; 32 keys spill nothing and take 0.65 (H200)"),
+    (("sm_90",), "grad_kernel", ("LEARNS", "not DELTA")): (240, "64 keys and 128 tokens: 0.45 ms; 32 keys spill nothing and take 0.65 (H200)"),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
     (("sm_90",), "score_kernel", ("DELTA",)): (336, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_score_kernel", ("FAR",)): (296, _FAR),
@@ -60,6 +60,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "score_bounded_kernel", ("not PAIRS",)): (760, "few channels and fp32 gates; not measured"),
     (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
     (("sm_90",), "state_pass_kernel", ("DELTA",)): (280, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (32, "a head's decays between all pairs stay in registers: f+b 0.61 ms, else 0.68 (H200)"),
     (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
     (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
     (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
@@ -132,8 +133,8 @@ def test_a_descriptor_of_unset_registers_is_found():
 @pytest.mark.parametrize("op", CELLS)
 def test_a_cell_builds_for_hopper_forward_and_backward(op):
     made = build("sm_90", op, sizes=((64, 64),))
-    names = {b.kernel for b in made}
-    assert "state_pass_kernel" in names and any(n.startswith("grad") for n in names)
+    scans = [b for b in made if b.kernel == "state_pass_kernel"]
+    assert any(not b.switches["REVERSE"] for b in scans) and any(b.switches["REVERSE"] for b in scans)
     check(made)
 
 
