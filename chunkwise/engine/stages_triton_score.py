@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.bounded import score_bounded_kernel
-from ..kernels.grad_key import grad_key_kernel
+from ..kernels.grad_key_blocks import grad_key_kernel
 from ..kernels.score import GROUPED, score_kernel
 from ..spec import Rule, Streams
 from .launch import constant, descriptor, launch

@@ -187,7 +187,7 @@ def _channels(p: Problem) -> int:
 
 
 def _grad_key(p: Problem) -> Config:
-    """On Hopper always 64 keys and values, however few there are: see kernels/grad_key.py."""
+    """On Hopper always 64 keys and values, however few there are: see kernels/grad_key_blocks.py."""
     if p.dtype != torch.float32 and card().arch == "sm_90":
         return Config(64, 64, 4, 2)  # KDA 1.41 ms
     return Config(min(32, padded(p.K)), min(32, padded(p.V)), 4, 1)
