@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
 from .library import STREAM_INPUTS, STREAMS, direct
 from .pool import Where, check, member
 from .problem import given, placed, problem
-from .prologue import check_prologue
-from .raw import RAW, Raw, raw_streams
+from .prologue import check_prologue, prologue
+from .raw import NOTHING, RAW, Raw, asks, raw_streams
 
 NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "form")
 
@@ -75,7 +76,8 @@ def decode(
 
     options: the member's settings and options that fit here: scale, use_qk_l2norm_in_kernel, use_gate_in_kernel with A_log, dt_bias and
     lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval. Nothing is read on the host on a GPU: a step can be captured in a CUDA graph.
-    On a GPU it is one kernel for members of one pass whose `lower` only hands tensors on; others are composed of their passes.
+    On a GPU it is one kernel for members of one pass whose `lower` only hands tensors on. A `lower` that computes has kernels before it;
+    members whose passes take the state apart are composed of them.
 
     Raises TypeError or ValueError naming the op and the argument whose shape, dtype, device or value does not fit; values of tensors on a
     GPU are not looked at.
@@ -109,20 +111,44 @@ def decode(
     if T == 0 or N == 0:
         return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
     scale = op.scale if o.get("scale") is None else float(o["scale"])
-    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, sizes)
+    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, sizes, pool, w)
     if backend == "triton" and missing is not None:
         raise ValueError(f"decode {op.name}: backend='triton' cannot serve this call: {missing}")
     if missing is not None:
         from .decode_torch import composed
 
         return composed(op, x, pool, sizes, w, {**o, "backend": backend})
+    if op.passes is not None:
+        ready = prologue(op.name, x, o) if any(asks(o)) else x
+        out = op.passes(InPlace(op, pool, w, scale), pool, **ready, **{n: o[n] for n in op.settings})[0]
+        return out if index is None else torch.where(w.alive(pool, T), out, 0.0)
     s, raw = raw_streams(op, x, o)
-    scale = s.q.shape[-1] ** -0.5 if scale is None else scale
+    return _call(op, s, raw, pool, w, scale)
+
+
+def _call(op: Op, s: Streams, raw: Raw, pool: Tensor, w: Where, scale: float | None) -> Tensor:
     gate = Gate.NONE if s.g is None else op.gate
+    scale = s.q.shape[-1] ** -0.5 if scale is None else scale
     where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
     watched = not direct((*s, pool, *where, raw.A_log, raw.dt_bias))
     call = torch.ops.chunkwise.decode if watched else step  # the dispatcher costs as much as the rest
-    return call(*s, pool, *where, state_v_first, gate.value, op.rule.value, scale, *raw)
+    return call(*s, pool, *where, w.v_first, gate.value, op.rule.value, scale, *raw)
+
+
+class InPlace(NamedTuple):
+    """What a member's `passes` take for a scan: the one pass over the member's whole state, on the pool."""
+
+    op: Op
+    pool: Tensor
+    w: Where
+    scale: float | None
+
+    def __call__(self, x: Streams, S0: Tensor, *, tokens: int = 1) -> tuple[Tensor, None]:
+        if S0 is not self.pool:
+            raise RuntimeError(f"decode {self.op.name}: its passes take the state apart, so it has no step in place")
+        cu = self.w.cu_seqlens
+        w = self.w if cu is None or tokens == 1 else replace(self.w, cu_seqlens=cu * tokens)
+        return _call(self.op, x, NOTHING, self.pool, w, self.scale), None
 
 
 def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: bool) -> dict[str, Tensor | None]:
@@ -149,14 +175,16 @@ def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: b
     return {n: x.get(n) for n in op.args}
 
 
-def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int]) -> str | None:
+def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int], pool: Tensor, w: Where) -> str | None:
     """Why the one kernel cannot serve, or None."""
     if query.device.type not in ("cuda", "meta"):  # tensors without contents stand for a GPU's
         return f"the tensors are on {query.device.type}, not on a GPU"
     if not TRITON:
         return "triton is not installed"
-    if op.passes is not None or op.lower is None:
+    if op.lower is None:
         return "it is not one pass of the engine over its lower"
+    if "R" in sizes and (w.into is not None or pool.dtype != torch.float32):
+        return "its tokens are several rows, whose states between are neither kept nor rounded"  # drafts have the bits of steps
     if query.dtype == torch.float64:
         return f"none for {query.dtype}"
     return None if sizes["K"] <= RECURRENT_WIDEST else f"none for K={sizes['K']} above {RECURRENT_WIDEST} in this version"

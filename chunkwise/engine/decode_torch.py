@@ -33,8 +33,7 @@ def composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, sizes: Mappin
         store(pool, slots, S)
     else:
         out = _each(op, x, pool, w, w.into, S, live, options)
-    alive = live.view(-1, 1, 1, 1) if w.cu_seqlens is None else live[sequences(w.cu_seqlens, out.shape[1])].view(1, -1, 1, 1)
-    return torch.where(alive, out, 0.0)
+    return torch.where(w.alive(pool, out.shape[1]), out, 0.0)
 
 
 def _each(

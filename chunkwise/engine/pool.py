@@ -46,6 +46,11 @@ class Where:
         found = self.index.long().gather(1, column.clamp(0, self.index.shape[1] - 1)[:, None])[:, 0]
         return torch.where(known, found, -1)
 
+    def alive(self, pool: Tensor, T: int) -> Tensor:
+        """Which of T tokens have a slot: [N, 1, 1, 1], packed [1, T, 1, 1]."""
+        live = self.slots(pool) >= 0
+        return live.view(-1, 1, 1, 1) if self.cu_seqlens is None else live[sequences(self.cu_seqlens, T)].view(1, -1, 1, 1)
+
     @property
     def columns(self) -> int:
         return 0 if self.into is None else self.into.shape[1]

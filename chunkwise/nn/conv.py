@@ -57,6 +57,11 @@ class _Taps(torch.autograd.Function):
         return d[:, W - 1 :], d[:, : W - 1], torch.stack(dw), db, None
 
 
+def _taps_of(*args: Any) -> Tensor:
+    """Without gradients past autograd, which costs as much as a token's convolution."""
+    return (_Taps.apply if torch.is_grad_enabled() else _Taps.forward)(*args)
+
+
 STRETCH = 1 << 18  # numbers that a block of tokens has, about
 
 
@@ -174,7 +179,7 @@ class _Conv(torch.autograd.Function):
 
 def _whole(rows: Tensor, w: Tensor) -> Tensor:
     """Rows [B, W - 1 + T, D] that hold their past -> [B, T, D]."""
-    return _Taps.apply(rows[:, w.shape[0] - 1 :], rows[:, : w.shape[0] - 1], w, None, False)
+    return _taps_of(rows[:, w.shape[0] - 1 :], rows[:, : w.shape[0] - 1], w, None, False)
 
 
 def _plain(
@@ -197,7 +202,7 @@ def _plain(
     elif cu_seqlens is None:
         inside = activation in SILU or activation is None
         z = wide(x)
-        y = _Taps.apply(z, past.to(z.dtype), taps, bias.to(z.dtype) if inside and bias is not None else None, activation in SILU)
+        y = _taps_of(z, past.to(z.dtype), taps, bias.to(z.dtype) if inside and bias is not None else None, activation in SILU)
         if final:
             last = x[:, T - (W - 1) :] if T >= W - 1 else torch.cat([past, x], 1)[:, T:]  # [B, W - 1, D]
     else:

@@ -13,7 +13,7 @@ from chunkwise.engine.raw import NOTHING, Raw
 from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
 from chunkwise.engine.tune import Config
-from chunkwise.spec import Gate, Op, Rule, Streams, all_ops
+from chunkwise.spec import EXTRA_SIZES, Gate, Op, Rule, Streams, all_ops
 
 B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18
 CELLS = [(g, r, "") for g in Gate for r in Rule] + [
@@ -203,3 +203,24 @@ def test_the_form_and_the_step_leave_the_prologue_to_the_kernel(op: Op, monkeypa
     monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
     for mine, torchs, right in zip((*got, step(op, x, S, **o), S), want * 2, true * 2):
         check(mine, torchs, right)
+
+
+ONE_PASS = [op for op in all_ops().values() if op.lower is not None and op.passes is not None]
+
+
+@pytest.mark.parametrize("op", ONE_PASS, ids=lambda op: op.name)
+def test_one_pass_with_work_around_it_is_a_step_in_place(op: Op, monkeypatch):
+    """A token may be several rows, and something may be added to what was read: not to a lane without a slot."""
+    monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
+    sizes = dict(B=B, T=2, H=H, HV=HV, K=K, V=V)
+    x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
+    want = op(x, initial_state=S, output_final_state=True, form="recurrent")
+    true = op({n: t.double() for n, t in x.items()}, initial_state=S.double(), output_final_state=True, form="recurrent")
+    pool, index = torch.full((B + 2, *S.shape[1:]), 7.0), torch.arange(B).flip(0) + 1
+    pool[index] = S
+    index[1] = -1
+    o = step(op, x, pool, index)
+    assert not o[1].any() and (pool[[0, -1]] == 7).all() and torch.equal(pool[B - 1], S[1])
+    live = [n for n in range(B) if n != 1]
+    for mine, torchs, right in zip((o[live], pool[index[live]]), want, true):
+        check(mine, torchs[live], right[live])

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ...engine.library import direct
 from ...spec import PREFIX, Form, Op, all_ops
 from ..conv import ShortConvolution, causal_conv1d
+from ..joint import plain
 from ..packing import Packing, plan_packing
 from ..shift import token_shift
 
@@ -62,10 +64,19 @@ class Window:
         self.packing, self.before, self.keep = packing, before, keep
         self.taken = 0
         self.left: list[Tensor] = []
+        self.moved: Tensor | None = None  # a copy of `before` in which convolutions of few tokens, each in its part, go on
 
     def convolve(self, conv: ShortConvolution, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D], continuing where the last call ended."""
-        y, state = conv(x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
+        past = self._past(x.shape[-1])
+        if past is not None and self._few(conv, x, past):
+            if self.moved is None:
+                self.moved = self.before.clone()  # type: ignore[union-attr]
+            return conv.step(x, self.moved[:, self.taken - x.shape[-1] : self.taken])
+        y, state = conv(x, past, self.keep, self.packing.cu_seqlens)
+        if self.moved is not None and state is not None:
+            self.moved[:, self.taken - x.shape[-1] : self.taken] = state
+            return y
         return self._leave(y, state)
 
     def convolve_all(self, convs: Sequence[ShortConvolution], x: Tensor) -> tuple[Tensor, ...]:
@@ -76,6 +87,11 @@ class Window:
         y, state = causal_conv1d(x, weight, bias, self._past(x.shape[-1]), self.keep, convs[0].activation, self.packing.cu_seqlens)
         return self._leave(y, state).split([c.hidden_size for c in convs], -1)
 
+    def _few(self, conv: ShortConvolution, x: Tensor, past: Tensor) -> bool:
+        """Whether this is a step of a few tokens without gradients, by a convolution that is its parameters and nothing else."""
+        step = self.keep and x.shape[1] <= SHORT and self.packing.cu_seqlens is None and not torch.is_grad_enabled() and not self.left
+        return step and x.dtype == past.dtype and plain(conv, ShortConvolution) and direct((x, past, conv.weight, conv.bias))
+
     def shift(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]: each token's predecessor."""
         y, state = token_shift(x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
@@ -84,7 +100,7 @@ class Window:
     @property
     def after(self) -> Tensor | None:
         """[N, channels of all, W - 1], or None without convolutions."""
-        return torch.cat(self.left, 1) if self.left else None
+        return torch.cat(self.left, 1) if self.left else self.moved
 
     def _past(self, channels: int) -> Tensor | None:
         start, self.taken = self.taken, self.taken + channels
