@@ -1,6 +1,7 @@
 """fla's models by their names: its configurations and checkpoints, our model behind them."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
+from chunkwise import compat  # noqa: E402
 from chunkwise.compat import install_as_fla  # noqa: E402
 from chunkwise.models import ChunkwiseForCausalLM  # noqa: E402
 from chunkwise.models.convert import read_model  # noqa: E402
@@ -78,3 +80,15 @@ def test_undoing_takes_the_model_types_back():
     with install_as_fla(replace=True):
         assert all(CONFIG_MAPPING[name].__module__ == f"fla.models.{name}" for name in new)
     assert not any(name in CONFIG_MAPPING for name in new)
+
+
+def test_without_transformers_operators_and_layers_are_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "chunkwise.compat.fla_model", None)  # importing it fails
+    monkeypatch.delattr(compat, "fla_model", raising=False)
+    with install_as_fla(replace=True):
+        from fla.layers import GatedDeltaNet  # noqa: F401
+        from fla.models.utils import Cache  # noqa: F401
+        from fla.ops.gla import chunk_gla  # noqa: F401
+
+        with pytest.raises(ImportError, match="GLAConfig"):
+            from fla.models import GLAConfig  # noqa: F401

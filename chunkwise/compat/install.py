@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -68,11 +67,11 @@ def surface() -> Iterator[tuple[str, Any]]:
 
 
 def _models() -> Any:
-    """The page of fla's models, where transformers is there to make them."""
-    if importlib.util.find_spec("transformers") is None:
+    """The page of fla's models, where transformers is there, of a version that chunkwise's models know."""
+    try:
+        from . import fla_model
+    except ImportError:
         return None
-    from . import fla_model
-
     return fla_model
 
 
