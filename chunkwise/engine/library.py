@@ -111,8 +111,10 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan, chunk = switches[4], switches[5]
     saved: tuple[int, ...] = (0,)
     if save and plan == "triton":
-        n = PLANS[plan]().kept(switches[2], switches[3], x.u is not None)
-        return o, ST, x.q.new_empty((n, B, T, HV, PLANS[plan]().chunk(x.q.dtype, K, chunk)) if n else (0,))
+        ways, gate, rule = PLANS[plan](), Gate(switches[2]), Rule(switches[3])
+        sizes = (B, T, HV, K, V, ways.chunk(x.q.dtype, K, chunk))
+        entries = ways.saved_entries(gate, rule, x.q.dtype, *sizes, packed=switches[0] is not None, bonus=x.u is not None)
+        return o, ST, x.q.new_empty(sum(entries))
     if save and plan in ("chunk", "mixed"):
         saved = (partition(Gate(switches[2]), N, T, HV, max(K, V), chunk)[1], N, HV, K, V)
     return o, ST, x.q.new_empty(saved, dtype=state if saved != (0,) else o.dtype)

@@ -51,4 +51,4 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         *d, dS0 = replay(back_key(p), tensors, hosts) if p.T and p.N else hosts(*tensors)
         return Streams._make(d), dS0
 
-    return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, kept=plan.kept)
+    return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, saved_entries=plan.saved_entries)

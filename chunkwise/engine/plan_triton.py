@@ -11,6 +11,8 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 from . import stages_triton as stages
 from .problem import Problem, given
+from .stages_triton_split import carried_entries, carried_room
+from .tune import longest
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
@@ -43,18 +45,41 @@ def _is_affine(rule: str, bonus: bool) -> bool:
     return rule == Rule.DPLR or bonus
 
 
-def scores_of(p: Problem, x: Streams, at: stages.Index, saved: Tensor | None) -> tuple[Tensor | None, stages.Decayed | None]:
-    """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan."""
+def saved_entries(
+    gate: Gate, rule: Rule, dtype: torch.dtype, B: int, T: int, HV: int, K: int, V: int, C: int, *, packed: bool, bonus: bool
+) -> tuple[int, int]:
+    """What the forward pass leaves to the backward, in numbers of q's dtype: matrices of chunks, and states and maps of pieces (fp32)."""
+    cut = stages.WHOLE if gate is Gate.VALUE else stages.split(rule, T, HV, K, V, packed=packed)
+    pieces = sum(carried_entries(cut, rule, longest(B, T, packed=packed), HV, K, V))
+    return kept(gate, rule, bonus) * B * T * HV * C, pieces * 4 // dtype.itemsize
+
+
+def _parts(p: Problem, saved: Tensor | None, device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What is saved (new with a device), flat, and in it the matrices [kept, B, T, HV, C], and states and maps, flat, fp32."""
+    switches = dict(packed=p.cu_seqlens is not None, bonus=p.bonus)
+    many, carried = saved_entries(p.gate, p.rule, p.dtype, p.B, p.T, p.HV, p.K, p.V, p.C, **switches)
+    if device is not None and many + carried:
+        saved = torch.empty(many + carried, dtype=p.dtype, device=device)
+    if saved is None:
+        return None, None, None
+    matrices = saved[:many].view(-1, p.B, p.T, p.HV, p.C) if many else None
+    return saved, matrices, saved[many:].view(torch.float32) if carried else None
+
+
+def scores_of(
+    p: Problem, x: Streams, at: stages.Index, saved: Tensor | None, into: Tensor | None = None
+) -> tuple[Tensor | None, stages.Decayed | None]:
+    """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan. into: where what is saved goes."""
     if _is_affine(p.rule, p.bonus):
         from .stages_triton_affine import affine
 
-        return affine(p, x, at, saved)[:2]
+        return affine(p, x, at, saved, into)[:2]
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
 
-        return scores(p, x, at, saved)
+        return scores(p, x, at, saved, into)
     if saved is None and p.rule is Rule.DELTA:
-        saved = stages.inverse(p, x, at)[None]
+        saved = stages.inverse(p, x, at, None if into is None else into[0])[None]
     return saved, None
 
 
@@ -75,8 +100,7 @@ def _spread(p: Problem, x: Streams) -> tuple[Problem, Streams]:
 def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, HV, V] in q's dtype, the last state [N, HV, K, V] fp32 if `final`, what to save if `save`."""
     if p.T == 0 or p.N == 0:
-        n = kept(p.gate, p.rule, p.bonus) if save else 0
-        saved = torch.empty(n, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device) if n else None
+        saved = torch.empty(0, dtype=p.dtype, device=x.q.device) if save else None
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, saved
     with on_device(x.q):
         if p.gate is Gate.VALUE:
@@ -85,9 +109,10 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
             return *plan_triton_value.forward(p, x, S0, final), None
         p, x = _spread(p, x)
         at = stages.index(p)
-        saved, decayed = scores_of(p, x, at, None)
-        made = stages.state_pass(p, x, at, S0, T=_inverse(p, saved), decayed=decayed, final=final, output=True)
-    return given(made.o), made.ST, saved if save else None
+        saved, into, room = _parts(p, None, x.q.device if save else None)
+        matrices, decayed = scores_of(p, x, at, None, into)
+        made = stages.state_pass(p, x, at, S0, T=_inverse(p, matrices), decayed=decayed, final=final, output=True, room=room)
+    return given(made.o), made.ST, saved
 
 
 def backward(
@@ -107,20 +132,24 @@ def backward(
         H, (p, x) = p.H, _spread(p, x)
         at, apart = stages.index(p), None
         decayed: stages.Decayed | None
-        if saved is None:
-            saved, _ = scores_of(p, x, at, None)
+        _, matrices, room = _parts(p, saved)
+        if matrices is None:
+            matrices, _ = scores_of(p, x, at, None)
         if _is_affine(p.rule, p.bonus):
             from .stages_triton_affine import affine
 
-            saved, decayed, apart = affine(p, x, at, given(saved))
+            matrices, decayed, apart = affine(p, x, at, given(matrices))
         else:
-            saved, decayed = scores_of(p, x, at, saved)
+            matrices, decayed = scores_of(p, x, at, matrices)
+        carried = None if room is None else carried_room(p, stages.cut(p), at.most, x.q.device, room)
         if by_scans(p, x):
-            return scanned(p, x, at, S0, do, dST)
-        T, add, wide = _inverse(p, saved), p.rule is Rule.ADD, stages.gathered(p, x)
+            return scanned(p, x, at, S0, do, dST, carried)
+        T, add, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.gathered(p, x)
         at, every = at if wide is p else stages.index(wide), wide.C // p.C
-        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, last=dST is not None)
-        back = stages.state_pass(p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add, final=S0 is not None, maps=there.ends)
+        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried)
+        back = stages.state_pass(
+            p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add, final=S0 is not None, carried=there.carried
+        )
         U = back.o if add else back.X
         d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
         if p.rule is Rule.DELTA and p.before:

@@ -44,8 +44,8 @@ def _dual(p: Problem, x: Streams, do: Tensor) -> tuple[Problem, Streams, Tensor]
 def forward(p: Problem, x: Streams, S0: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] and the last state [N, HV, K, V] if `final`."""
     p = _chunked(p)
-    at = stages.index(p)
     d, y, _ = _dual(p, x, x.v)
+    at = stages.index(d)
     unread = torch.empty(1, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=x.q.device)
     _, decayed = scores(d, y, at, unread)  # no output is made of this pass, so no scores are read
     made = stages.state_pass(d, y, at, _turn(S0), decayed=decayed, final=final, store=1)
@@ -65,12 +65,12 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, final: bool) -> tuple[Ten
 def backward(p: Problem, x: Streams, S0: Tensor | None, do: Tensor, dST: Tensor | None) -> tuple[Streams, Tensor | None]:
     """Gradients of every stream, and of the initial state (fp32) if there is one."""
     p = _chunked(p)
-    at = stages.index(p)
     d, y, q = _dual(p, x, do)
+    at = stages.index(d)
     S0, dST = _turn(S0), _turn(dST)
     _, decayed = scores(d, y, at, scores(d, y, at)[0])
-    there = stages.state_pass(d, y, at, S0, decayed=decayed, output=True, store=1, last=dST is not None)
-    back = stages.state_pass(d, y, at, dST, decayed=decayed, do=q, store=1, output=True, final=S0 is not None, maps=there.ends)
+    there = stages.state_pass(d, y, at, S0, decayed=decayed, output=True, store=1)
+    back = stages.state_pass(d, y, at, dST, decayed=decayed, do=q, store=1, output=True, final=S0 is not None, carried=there.carried)
     made = grads(d, y, at, q, S=given(there.S), dS=given(back.S), U=back.o, decayed=decayed)
     dq, dk = (t if p.H == p.HV else t.unflatten(2, (p.H, -1)).sum(3) for t in (given(there.o), made.v))
     return Streams(dq, dk, made.k, g=made.g), _turn(back.ST)

@@ -16,8 +16,8 @@ from ..kernels.state_pass import state_pass_kernel
 from ..spec import Gate, Rule, Streams
 from .launch import descriptor, launch
 from .problem import Problem
-from .stages_triton_split import Ends, can_carry, carry, empty_ends
-from .tune import WHOLE, Cut, card, config, split
+from .stages_triton_split import Carried, carried_room, carry
+from .tune import LONG, WHOLE, Cut, card, config, longest, split
 
 
 class Index(NamedTuple):
@@ -26,17 +26,24 @@ class Index(NamedTuple):
     slots: int  # of all sequences; packed: an upper bound, known without asking the device
     chunks: Tensor | None  # packed: [slots, 2] int64, first row and valid rows of each slot (0: not used)
     first: Tensor | None  # packed: [N + 1] int64, first slot of each sequence
+    most: int  # sequences that are cut into pieces, at most
+    cuts: Tensor | None  # packed: [most + N] int32, which these are (-1: none), and of each sequence how many such lie before it
 
 
 def index(p: Problem) -> Index:
     """Stage `index`: nothing for dense calls, a table made on the device for packed ones."""
     if p.cu_seqlens is None:
-        return Index(p.B * -(-p.T // p.C), None, None)
+        return Index(p.B * -(-p.T // p.C), None, None, p.B, None)
+    most = longest(p.B, p.T, packed=True) if cut(p) != WHOLE else 0
     slots = p.T // p.C + p.N
     first = torch.empty(p.N + 1, dtype=torch.int64, device=p.cu_seqlens.device)
     chunks = torch.empty(slots, 2, dtype=torch.int64, device=p.cu_seqlens.device)
-    launch(index_kernel, p.N + 1, p.cu_seqlens.contiguous(), first, chunks, p.N, slots, C=p.C, BLOCK=256, config=config("index", p))
-    return Index(slots, chunks, first)
+    cuts = torch.empty(most + p.N, dtype=torch.int32, device=p.cu_seqlens.device)
+    launch(
+        index_kernel, p.N + 1, p.cu_seqlens.contiguous(), first, chunks, cuts, p.N, slots, most, LONG, C=p.C, BLOCK=256,
+        config=config("index", p),
+    )  # fmt: skip
+    return Index(slots, chunks, first, most, cuts)
 
 
 def distance(x: Tensor) -> int | None:
@@ -83,14 +90,18 @@ def switches(p: Problem) -> dict[str, object]:
     return dict(K=p.K, C=p.C, GATE=p.gate.value, PACKED=p.cu_seqlens is not None, SPLIT=split, IP=products(p))
 
 
-def inverse(p: Problem, x: Streams, at: Index) -> Tensor:
-    """Stage `inverse` (delta; no gate per key): T of every chunk, [B, T, HV, C]: row t holds the columns of t's chunk."""
+def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None) -> Tensor:
+    """Stage `inverse` (delta; no gate per key): T of every chunk, [B, T, HV, C]: row t holds the columns of t's chunk.
+
+    into: where it goes.
+    """
     c = config("inverse", p)
     (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
-    T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device)
+    T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device) if into is None else into
     launch(
         inverse_kernel, at.slots * p.HV, e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
-        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, BEFORE=p.before, IPT=solves(p), **switches(p), config=c,
+        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, ERASE=x.e is not None, BEFORE=p.before,
+        IPT=solves(p), **switches(p), config=c,
     )  # fmt: skip
     return T
 
@@ -152,67 +163,78 @@ class Scan(NamedTuple):
     X: Tensor | None = None  # [B, T, HV, V]; reversed: U = T' dX, or dv where gradients are made at once
     S: Tensor | None = None  # [slots, HV, V, K]: the state each chunk met; reversed: the gradient of the state it left
     ST: Tensor | None = None  # [N, HV, K, V] fp32: the state after the last token; reversed: the gradient of the initial one
-    ends: Ends | None = None  # where sequences are cut into pieces: what the pieces make of any state
+    carried: Carried | None = None  # where sequences are cut into pieces: the states between them
+
+
+def cut(p: Problem) -> Cut:
+    """The pieces that the problem's long sequences are scanned in."""
+    return split(p.rule, p.T, p.HV, p.K, p.V, packed=p.cu_seqlens is not None)
 
 
 def state_pass(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
-    do: Tensor | None = None, final: bool = False, output: bool = False, store: int = 0, maps: Ends | None = None, last: bool = False,
+    do: Tensor | None = None, final: bool = False, output: bool = False, store: int = 0, carried: Carried | None = None,
+    room: Tensor | None = None,
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
     store: the states that every so many chunks meet, in reverse the gradients of those they leave; `at` is of so many chunks a slot.
-    decayed: of the score or the affine stage, in place of q, k and g. maps, last: of `starts`.
+    decayed: of the score or the affine stage, in place of q, k and g.
+    carried: what an earlier scan forwards has left of the pieces; room: where this one leaves it, flat.
     """
-    way = starts(p, x, at, S0, T=T, decayed=decayed, do=do, maps=maps, last=last)
-    made = scan(p, x, at, way.firsts, T=T, decayed=decayed, do=do, final=final, output=output, store=store, cut=way.cut)
-    return made._replace(ends=way.maps)
-
-
-class Starts(NamedTuple):
-    """Where a state pass begins: once a sequence, or in pieces."""
-
-    cut: Cut
-    firsts: Tensor | None  # [N * pieces, HV, K, V] fp32: the state each piece meets, in reverse the gradient of the one it leaves
-    maps: Ends | None  # what the pieces make of any state
+    reverse, early = do is not None, None
+    made = scan_room(p, at, x.q.device, final=final, output=output, store=store)
+    if reverse or carried is None:
+        early = made if reverse and p.rule is not Rule.ADD else None  # the first scan does a whole one's work, and may keep a first piece
+        carried = starts(p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store)
+    made = made._replace(carried=carried)
+    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, rest=carried is not None and early is not None)
 
 
 def starts(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
-    do: Tensor | None = None, maps: Ends | None = None, last: bool = False,
-) -> Starts:  # fmt: skip
-    """Few long sequences go in pieces, delta ones in reverse with the maps that the scan forwards has left in `ends`
-    (with `last` also the last piece's, which a gradient of the last state needs); where there are none they are made.
+    do: Tensor | None = None, carried: Carried | None = None, room: Tensor | None = None, made: Scan | None = None, store: int = 0,
+) -> Carried | None:  # fmt: skip
+    """Where pieces begin: the states between them, in reverse the gradients of those; None where sequences go whole.
+
+    carried, room: of `state_pass`. made: what is scanned for good of what comes first in reverse.
     """
-    by = split(p) if can_carry(p) else WHOLE
+    by, reverse = cut(p), do is not None
     if by == WHOLE:
-        return Starts(by, S0, None)
-    reverse, delta, most = do is not None, p.rule is not Rule.ADD, by.pieces * by.finer
-    run = most - by.finer
-    need = most if last or (reverse and S0 is not None) else most - 1  # maps; in reverse an empty state meets the last one
-    found = None
-    if delta and (not reverse or maps is None or maps.held < need):
-        maps = scan(p, x, at, None if reverse else S0, T=T, decayed=decayed, cut=Cut(most), ends=need).ends
-        found = None if reverse else maps
-    if found is None:
-        found = scan(p, x, at, None, T=T, decayed=decayed, do=do, cut=Cut(most), ends=run).ends
-    return Starts(by, carry(p, by, found, maps or found, S0, solves(p), reverse=reverse), maps)
+        return None
+    if reverse and p.rule is not Rule.ADD and (carried is None or carried.maps is None):
+        raise ValueError("chunkwise engine: a scan backwards was asked for before the one forwards that finds the pieces' maps")
+    found = carried_room(p, by, at.most, x.q.device, room, None if carried is None else carried.maps)
+    made = (made or Scan())._replace(carried=found)
+    scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True)
+    carry(p, by, found, solves(p), reverse=reverse)
+    return found
+
+
+def scan_room(p: Problem, at: Index, device: torch.device, *, final: bool, output: bool, store: int, turned: bool = False) -> Scan:
+    """Memory for what a scan makes."""
+    heads = (p.B, p.T, p.HV, p.V)
+    return Scan(
+        torch.empty(heads, dtype=torch.float32 if turned and p.HV > p.H else p.dtype, device=device) if output else None,
+        torch.empty(heads, dtype=p.dtype, device=device) if store and p.rule is not Rule.ADD else None,
+        torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
+        torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
+    )
 
 
 def scan(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
-    do: Tensor | None = None, final: bool = False, output: bool = False, store: int = 0, cut: Cut = WHOLE, ends: int = 0,
-    turned: bool = False,
+    do: Tensor | None = None, made: Scan, store: int = 0, ends: bool = False, rest: bool = False, turned: bool = False,
 ) -> Scan:  # fmt: skip
-    """One launch of the state pass. S0 [N * pieces, HV, K, V]: every piece's first state.
+    """One launch of the state pass over all pieces of each sequence, from the states that `made` carries; fills `made`.
 
-    turned: keys and values have changed places in p and x, but not in S0: q and k have p.HV heads, v has p.H.
-    ends: only find what so many pieces of each sequence make of any first state; S0 then only says whether there is one at all.
+    ends: over all but the last, to find what they make of any state; what is to be filled is of the first alone. rest: over all but the
+    first. turned: keys and values have changed places in p and x, but not in states: q and k have p.HV heads, v has p.H.
     """
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
     low_rank = p.rule is Rule.DPLR
     v, sv = rows(x.v if do is None else do)
-    unused, device = v, v.device
+    unused = v
     if decayed is None:
         (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
         M = decay = unused
@@ -220,23 +242,14 @@ def scan(
     else:
         M, q, kd, k, decay, _, b = decayed
         e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
-    run = ends or cut.pieces
-    kind = "ends" if ends else "reverse" if reverse else "" if output else "states"
-    c = config("_".join(("state_pass", kind)).rstrip("_"), p if run == 1 else replace(p, N=p.N * run))
-    heads = (p.B, p.T, p.HV, p.V)
-    made = Scan(
-        torch.empty(heads, dtype=torch.float32 if turned and p.HV > p.H else p.dtype, device=device) if output else None,
-        torch.empty(heads, dtype=p.dtype, device=device) if store and (delta or low_rank) else None,
-        torch.empty(at.slots, p.HV, p.V, p.K, dtype=p.dtype, device=device) if store else None,
-        torch.empty(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device) if final else None,
-    )
-    blocks = -(-p.V // c.BV)
-    if ends:
-        found = empty_ends(p, ends, blocks * c.BV, -(-p.K // c.BV) * c.BV if (delta or low_rank) and not reverse else 0, device)
-        made = Scan(ST=found.ends, ends=found)
-        blocks = found.ends.shape[2] // c.BV
+    by = WHOLE if made.carried is None else cut(replace(p, K=p.V, V=p.K) if turned else p)
+    firsts, others = 0 if rest else p.N, by.pieces - 1 - ends  # sequences whose first pieces are scanned; other pieces of those cut
+    output, store = made.o is not None, store if made.S is not None else 0
+    kind = ("_reverse" if reverse else "" if output or ends else "_states") + ("_ends" if ends else "")
+    c = config("state_pass" + kind, p if not others else replace(p, N=firsts + at.most * others))
+    blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
     out = [unused if t is None else t for t in made[:4]]
-    kept = unused if made.ends is None or made.ends.kept is None else made.ends.kept
+    between = [unused if t is None else t for t in made.carried or (None, None, None)]
     T = unused if T is None else T
     tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (w, sk), (v, sv))
     if tma:
@@ -247,14 +260,14 @@ def scan(
             out[2] = descriptor(made.S, made.S.shape, made.S.stride(), [1, 1, c.BV, c.BK])
         T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
     launch(
-        state_pass_kernel, p.N * run * p.HV * blocks,
+        state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
         q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
-        dense(S0, unused), dense(p.cu_seqlens, unused), unused if at.first is None else at.first, *out, kept,
-        sk, sv, p.T, p.HV, p.scale, cut.pieces, run,
+        *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
+        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends), firsts, at.most, LONG,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
-        SCALED=reverse and delta and at_once(p), FINAL=final, OUTPUT=output, STORE=store, ENDS=ends > 0, REVERSE=reverse, TURNED=turned,
-        TMA=tma,
+        SCALED=reverse and delta and at_once(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
+        OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

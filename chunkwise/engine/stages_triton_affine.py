@@ -46,10 +46,12 @@ def _keys(x: Streams) -> tuple[tuple[Tensor, ...], int, int]:
     return (q, k, a, b), sk, sa
 
 
-def affine(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tuple[Tensor, Decayed, Apart]:
+def affine(
+    p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: Tensor | None = None
+) -> tuple[Tensor, Decayed, Apart]:
     """Stage `affine`: what can be kept, and what every chunk makes of the state it meets.
 
-    kept: from an earlier call; then only the operands are made, and what the gradients ask of every chunk.
+    into: where that goes. kept: from an earlier call; then only the operands are made, and what the gradients ask of every chunk.
     """
     (q, k, a, b), sk, sa = _keys(x)
     g, table, low_rank, gated = dense(x.g, q), sets(p, q.device), p.rule is Rule.DPLR, p.gate is Gate.KEY
@@ -61,7 +63,7 @@ def affine(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
         return torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=q.device)
 
     if kept is None:
-        kept = torch.empty(4 if low_rank else 1, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=q.device)
+        kept = torch.empty(4 if low_rank else 1, p.B, p.T, p.HV, p.C, dtype=p.dtype, device=q.device) if into is None else into
         near = (torch.zeros if bound is None else torch.empty)(at.slots, p.HV, dtype=torch.uint8, device=q.device) if gated else q
         c = config("affine_score", p)
         tma = c.tma and can_describe(p, (q, sk), (k, sk), (a, sa), (b, sa), (g, 8))

@@ -15,7 +15,8 @@ from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, at_once, can_describe, chunks, dense, described, switches
 from .stages_triton_affine import Apart
-from .tune import config, padded, split
+from .stages_triton_split import Carried
+from .tune import config, padded
 
 
 def _outputs(p: Problem, x: Streams, like: Tensor, dv: Tensor | None = None, dq: Tensor | None = None) -> Streams:
@@ -100,19 +101,28 @@ def by_scans(p: Problem, x: Streams) -> bool:
     are slower by scans.
     """
     fixed = p.rule is Rule.ADD and not p.bonus and p.gate is not Gate.KEY and (x.g is None or p.fixed)
-    return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * split(p).pieces >= ENOUGH
+    return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * stages.cut(p).pieces >= ENOUGH
 
 
 ENOUGH = 16  # scans of a sample
 
 
-def scanned(p: Problem, x: Streams, at: Index, S0: Tensor | None, do: Tensor, dST: Tensor | None) -> tuple[Streams, Tensor | None]:
-    """Gradients of every stream, in its dtype and shape, and of the initial state: no states but those of a piece's ends are stored."""
-    ahead, back = stages.starts(p, x, at, S0), stages.starts(p, x, at, dST, do=do)
+def scanned(
+    p: Problem, x: Streams, at: Index, S0: Tensor | None, do: Tensor, dST: Tensor | None, carried: Carried | None
+) -> tuple[Streams, Tensor | None]:
+    """Gradients of every stream, in its dtype and shape, and of the initial state: no states but those between pieces are stored.
+
+    carried: those, of a scan forwards.
+    """
+    ahead, back = carried or stages.starts(p, x, at, S0), stages.starts(p, x, at, dST, do=do)
     turned, y = replace(p, K=p.V, V=p.K), x._replace(q=do, k=x.v, v=x.k)
-    dq = stages.scan(turned, y, at, ahead.firsts, output=True, cut=ahead.cut, turned=True)
-    dv = stages.scan(p, x, at, back.firsts, do=do, output=True, final=S0 is not None, cut=back.cut)
-    dk = stages.scan(turned, y, at, back.firsts, do=x.q, output=True, cut=back.cut, turned=True)
+
+    def room(p: Problem, way: Carried | None, final: bool, turned: bool) -> stages.Scan:
+        return stages.scan_room(p, at, do.device, final=final, output=True, store=0, turned=turned)._replace(carried=way)
+
+    dq = stages.scan(turned, y, at, S0, made=room(turned, ahead, False, True), turned=True)
+    dv = stages.scan(p, x, at, dST, do=do, made=room(p, back, S0 is not None, False))
+    dk = stages.scan(turned, y, at, dST, do=x.q, made=room(turned, back, False, True), turned=True)
     return Streams(summed(given(dq.o), x.q), summed(given(dk.o), x.k), given(dv.o)), dv.ST
 
 

@@ -63,9 +63,10 @@ def _on(p: Problem, x: Streams) -> dict[str, object]:
     return on | dict(GROUP=p.HV // p.H, DELTA=p.rule is Rule.DELTA, USE_BETA=x.beta is not None, IPG=exact(3))
 
 
-def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tuple[Tensor, Decayed]:
+def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, Decayed]:
     """Stage `scores`: what can be kept, [1 or 2, B, T, HV, C]: scale M_qk and, delta, T = (I - M_rw)^-1; and the scan's operands.
 
+    into: where that goes.
     kept: from an earlier call; then only the operands are made, whose decays need no pairs of tokens, and what `grads` asks of every chunk.
     """
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
@@ -76,7 +77,7 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None) -> tup
 
     bound, pairs = reach(p), kept is None
     if kept is None:
-        kept = empty(1 + delta, *tokens, p.C)
+        kept = empty(1 + delta, *tokens, p.C) if into is None else into
     M, T = kept[0], kept[-1]
     qd, kr = empty(*tokens, p.K), empty(*tokens, p.K)
     kd = empty(*tokens, p.K) if delta else kr

@@ -14,42 +14,39 @@ from .problem import Problem
 from .tune import Cut, config
 
 
-class Ends(NamedTuple):
-    """What a scan without output found of `held` pieces of each sequence: the first ones, in reverse the last."""
+class Carried(NamedTuple):
+    """What a scan leaves of the pieces of at most so many sequences, in its order, fp32."""
 
-    ends: Tensor  # [N * held, HV, rows, K] fp32: last states from empty first ones, transposed; delta, forwards: the maps' rows behind
-    kept: Tensor | None  # [N * held, HV, K] fp32, added: what is left of a first state
-    held: int
-    map: int  # first row of the maps
-
-
-def can_carry(p: Problem) -> bool:
-    """Whether a map [K, K] in fp32 fits the kernel's shared memory."""
-    return p.rule is Rule.ADD or p.K <= 128
+    states: Tensor  # [most, pieces - 1, HV, V, K]: the state after each piece but the last (carry has been there), transposed
+    maps: Tensor | None  # not added: [most, pieces - 2, HV, K, K], A' of the pieces between first and last, in the order of the tokens
+    kept: Tensor | None  # added: [most, pieces - 2, HV, K], what those leave of a first state
 
 
-def empty_ends(p: Problem, held: int, map: int, maps: int, device: torch.device) -> Ends:
-    """Memory for what a scan finds: `maps` rows of maps behind the states' `map` rows."""
-    ends = torch.empty(p.N * held, p.HV, map + maps, p.K, dtype=torch.float32, device=device)
-    kept = torch.empty(p.N * held, p.HV, p.K, dtype=torch.float32, device=device) if p.rule is Rule.ADD else None
-    return Ends(ends, kept, held, map)
+def carried_entries(cut: Cut, rule: Rule, most: int, HV: int, K: int, V: int) -> tuple[int, int]:
+    """Numbers of the states and of the maps."""
+    n = cut.pieces
+    return (most * HV * K * V * (n - 1), 0 if rule is Rule.ADD else most * HV * K * K * (n - 2)) if n > 1 else (0, 0)
 
 
-def carry(p: Problem, cut: Cut, found: Ends | None, maps: Ends | None, S0: Tensor | None, precision: str, *, reverse: bool) -> Tensor:
-    """The first state of every piece of the scan proper, [N * pieces, HV, K, V] fp32; in reverse the gradient of its last one.
+def carried_room(
+    p: Problem, cut: Cut, most: int, device: torch.device, room: Tensor | None = None, maps: Tensor | None = None
+) -> Carried:
+    """Memory for what a scan leaves; room: where the states and the maps go, flat; maps: those that are there already."""
+    inner = cut.pieces - 2
+    states, many = carried_entries(cut, p.rule, most, p.HV, p.K, p.V)
+    if room is None:
+        room = torch.empty(states + (many if maps is None else 0), dtype=torch.float32, device=device)
+    kept = torch.empty(most, inner, p.HV, p.K, dtype=torch.float32, device=device) if p.rule is Rule.ADD else None
+    if maps is None and kept is None:
+        maps = room[states:].view(most, inner, p.HV, p.K, p.K)
+    return Carried(room[:states].view(most, cut.pieces - 1, p.HV, p.V, p.K), maps, kept)
 
-    S0 [N, HV, K, V]: the sequence's first state, in reverse its last one's gradient. maps: the scan that found the maps (delta).
-    """
-    if found is None or maps is None:
-        raise ValueError("chunkwise engine: a stage was asked to carry states over pieces that no scan has seen")
-    c = config("carry", p)
-    delta = p.rule is not Rule.ADD
-    firsts = torch.empty(p.N * cut.pieces, p.HV, p.K, p.V, dtype=torch.float32, device=found.ends.device)
+
+def carry(p: Problem, cut: Cut, found: Carried, precision: str, *, reverse: bool) -> None:
+    """Make what a scan has found of the pieces the states that they leave, in place."""
+    c, unused = config("carry", p), found.states
     launch(
-        carry_kernel, p.N * p.HV * -(-p.V // c.BV), found.ends, maps.ends, found.ends if found.kept is None else found.kept,
-        found.ends if S0 is None else S0.contiguous(), firsts,
-        p.HV, (cut.pieces - 1) * cut.finer, found.held, maps.held, cut.finer,
-        K=p.K, V=p.V, BK=c.BK, BV=c.BV, ROWS=found.ends.shape[2], MAP=maps.map, MAP_ROWS=maps.ends.shape[2],
-        DELTA=delta, INITIAL=S0 is not None, REVERSE=reverse, IP=precision, config=c,
+        carry_kernel, found.states.shape[0] * p.HV * -(-p.V // c.BV),
+        found.states, unused if found.maps is None else found.maps, unused if found.kept is None else found.kept, p.HV, cut.pieces,
+        K=p.K, V=p.V, BK=c.BK, BV=c.BV, MAPS=found.maps is not None, REVERSE=reverse, IP=precision, config=c,
     )  # fmt: skip
-    return firsts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -36,13 +36,34 @@ class Config:
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces a sequence is scanned in, side by side; how many smaller ones each consists of when their ends are sought."""
+    """Lengths of the pieces that a sequence is scanned in, side by side, in any unit: 1 to 15 each, at most 16."""
 
-    pieces: int
-    finer: int = 1
+    lengths: tuple[int, ...]
+
+    @property
+    def pieces(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def code(self) -> int:
+        """The lengths, 4 bits each."""
+        return _code(self.lengths)
+
+    def order(self, reverse: bool, ends: bool) -> int:
+        """Pieces other than the first (and, with `ends`, the last), counted in the order of a scan: long ones first, 4 bits each."""
+        lengths = self.lengths[::-1] if reverse else self.lengths
+        return _code(sorted(range(1, self.pieces - ends), key=lambda j: -lengths[j]))
 
 
-WHOLE = Cut(1)
+def _code(numbers: Sequence[int]) -> int:
+    return sum(n << 4 * i for i, n in enumerate(numbers))
+
+
+def even(pieces: int) -> Cut:
+    return Cut((1,) * pieces)
+
+
+WHOLE = even(1)
 LONG = 8192  # tokens from which a sequence is cut
 MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
 
@@ -158,7 +179,10 @@ def _reverse(p: Problem) -> Config:
 
 
 def _inverse(p: Problem) -> Config:
-    return Config(padded(p.K), 0, 4 if p.dtype == torch.float32 else 2, 1)  # 0.130; one warp 0.129, four 0.174
+    if p.dtype == torch.float32:
+        return Config(padded(p.K), 0, 4, 1)
+    # GDN 0.106, DeltaNet 0.096 ms; two warps 0.119, 0.109; four 0.157, 0.143
+    return Config(padded(p.K), 0, 1 if card().arch == "sm_90" and p.K <= 128 else 2, 1)
 
 
 def _grad(p: Problem) -> Config:
@@ -255,13 +279,18 @@ def _block(p: Problem) -> tuple[int, int]:
 
 
 def _ends(p: Problem) -> Config:
-    """The delta rule's maps are as many blocks again."""
-    return _state_pass(p)
+    if p.gate is Gate.KEY and p.rule is Rule.DELTA and _fills(p, 115000):
+        return Config(128, 128, 8, 3)  # 0.453 ms, at two stages 0.539, of 64 values 0.743
+    return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # DeltaNet 0.301, else 0.329; GDN 0.415, 0.418
+
+
+def _reverse_ends(p: Problem) -> Config:
+    return _ends(p) if p.rule is Rule.ADD else _reverse(p)
 
 
 def _carry(p: Problem) -> Config:
     """Maps come whole, [BK, BK] in fp32; below 64 rows of states the products are not of the kind that computed left operands endanger."""
-    return Config(padded(p.K), min(16, padded(p.V)), 8, 1)
+    return Config(padded(p.K), min(32, padded(p.V)), 8, 2)
 
 
 # Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are; how many
@@ -335,6 +364,7 @@ RULES: dict[str, Callable[[Problem], Config]] = {
         "state_pass_states": _states,  # without the output, storing states
         "state_pass_reverse": _reverse,
         "state_pass_ends": _ends,  # without output and states
+        "state_pass_reverse_ends": _reverse_ends,  # storing states where the rule corrects
         "carry": _carry,
         "grad": _grad,
         "small_strength": _small_strength,
@@ -350,20 +380,30 @@ def config(kernel: str, p: Problem) -> Config:
     return RULES[kernel](p)
 
 
-def split(p: Problem) -> Cut:
-    """Pieces of a long sequence, of 8 chunks or more: enough for two programs a multiprocessor where one sample's heads are too few.
+def longest(B: int, T: int, *, packed: bool) -> int:
+    """How many sequences are cut, if any are: of packed ones at most so many, which only the device knows."""
+    return T // LONG if packed else B
+
+
+def split(rule: Rule, T: int, HV: int, K: int, V: int, *, packed: bool) -> Cut:
+    """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
 
     A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
-    depend on its neighbours. So packed sequences stay whole: how long each is only the device knows.
+    depend on its neighbours. Packed sequences stay whole.
 
-    Measured on an H200, K=V=128, bf16, forward in ms, whole and cut: T=32768, H=32 in 4: RetNet 1.11 0.49,
-    GLA 2.32 1.84, DeltaNet 1.58 1.14, GDN 1.88 1.27, KDA 3.24 3.44; T=8192, H=8 in 16: RetNet 0.216 0.057, DeltaNet 0.284 0.138,
-    GDN 0.311 0.149, KDA 0.667 0.552.
+    Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
+    7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
+    T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643.
     """
-    if p.cu_seqlens is not None:
+    if packed or T < LONG or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
         return WHOLE
-    programs, tokens = p.HV * -(-padded(p.V) // 64), p.T
-    pieces, most = 1, 48 if p.rule is not Rule.ADD and p.gate is Gate.KEY else 96
-    while tokens >= LONG and programs < most and pieces < 16 and programs * pieces < 200 and tokens // (p.C * pieces) >= 16:
-        pieces *= 2
-    return Cut(pieces, 2 if p.rule is Rule.ADD and pieces == 4 else 1)
+    programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
+    if programs <= places // 16:
+        return even(16)
+    if programs <= places // 8:
+        return even(8)
+    if rule is Rule.ADD:  # four of 2 units side by side; most of what a first scan need not read lies at the ends
+        return Cut((2, 1, 1, 1, 1, 2)) if programs <= places // 4 else WHOLE
+    if programs <= places // 4:  # four of 5 units side by side, and without the first or the last piece four of 4
+        return Cut((4, 3, 2, 1, 1, 2, 3, 4))
+    return even(2 * places // programs) if programs <= places // 2 else WHOLE

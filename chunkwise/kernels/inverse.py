@@ -115,6 +115,7 @@ def inverse_kernel(
     sk, T, HV,  # rows of e and k are sk apart
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+    ERASE: tl.constexpr,  # e is not k
     BEFORE: tl.constexpr,  # e reads before its token forgets
     IP: tl.constexpr,  # of the products of e and k
     IPT: tl.constexpr,  # of the fp32 products that make T
@@ -128,8 +129,10 @@ def inverse_kernel(
         return
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c = o_c < L
-    b_e = load_rows(e + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
     b_k = load_rows(k + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    b_e = b_k
+    if ERASE:
+        b_e = load_rows(e + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
     b_M = tl.dot(b_e, tl.trans(b_k), input_precision=IP)  # [C, C]
     m_low = o_c[:, None] > o_c[None, :]
     if GATE == "none":

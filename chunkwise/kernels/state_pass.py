@@ -14,8 +14,7 @@ LOW_RANK: a chunk is one affine map of the state, made by the affine kernel; q, 
 Where the rule adds, dv is the reverse scan's output, and so are dq and dk of scans of the state transposed (TURNED), in which keys and
 values have changed places: dq forwards with (do, v, k) as (q, k, v), dk in reverse with (do, v, q) as (q, k, do).
 
-A sequence may be scanned in `pieces` of whole chunks, as if each were a sequence: see kernels/split.py. With ENDS nothing is made but what
-that needs of a piece: its last state from an empty first one, and what it makes of another first one.
+A sequence may be scanned in pieces of whole chunks, side by side: see kernels/split.py. With ENDS it is found what pieces make of a state.
 """
 
 import triton
@@ -76,80 +75,120 @@ def shared_strength(b_beta, TYPE: tl.constexpr):
 
 @triton.jit
 def store_state(
-    S, b_s, i_slot, i_hv, HV, i_v, o_k, m_vk, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
+    S, b_s, i_slot, i_hv, HV, col, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """Values i_v * BV.. of one S' of [slots, HV, V, K], from b_s [BV, BK]."""
+    """Values col.. of one S' of [slots, HV, V, K], from b_s [BV, BK]."""
     if TMA:
-        S.store([i_slot.to(tl.int32), i_hv, i_v * BV, 0], tl.reshape(b_s, [1, 1, BV, BK]))
+        S.store([i_slot.to(tl.int32), i_hv, col, 0], tl.reshape(b_s, [1, 1, BV, BK]))
     else:
-        o_v = i_v * BV + tl.arange(0, BV)
-        tl.store(S + (i_slot * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=m_vk)
+        o_v = col + tl.arange(0, BV)
+        tl.store(S + (i_slot * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=mask2(o_v < V, o_k, K, BK))
 
 
-@triton.jit(do_not_specialize=["T", "HV", "pieces", "run"])
+@triton.jit
+def four_bits(x):
+    """Sum of up to 16 numbers of 4 bits each, below 256. Scalars only: vectors would cost the scan's loop registers."""
+    ones: tl.constexpr = 0x0F0F0F0F0F0F0F0F
+    x = (x & ones) + ((x >> 4) & ones)
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return (x & 255).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "pieces", "lengths", "parts", "order", "firsts", "most", "long"])
 def state_pass_kernel(
-    q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first,  # v: in reverse do. S0: [N, HV, K, V] or unused
+    q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
     o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
-    kept,  # with ENDS: [N * run, HV, K], ST [N * run, HV, blocks * BV, K] fp32; S0 else [N * run, HV, K, V]
+    states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], [most, pieces - 2, HV, K, K], [..., HV, K]
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
-    pieces, run,  # of each sequence; so many of them are run: the first, in reverse the last
+    pieces, lengths, parts,  # of a sequence that is cut; their lengths, 4 bits each, and what they sum to
+    order,  # pieces other than the first, in the order of the scan, as their programs come; 4 bits each
+    firsts, most, long,  # sequences whose first piece is scanned: all or none; that are cut, at most; packed: tokens from which one is
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr,
     USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr,  # in reverse, delta: X is beta U, but for rows of a beta too small
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, ENDS: tl.constexpr, REVERSE: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
+    CARRIED: tl.constexpr, ENDS: tl.constexpr,  # the states between pieces are known; last pieces are left out
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
-    TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 is [N, HV, V, K]
+    TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
-    """One program a (sequence, piece, value head, block of BV values); chunks one after the other."""
+    """One program a (piece, sequence, value head, block of BV values), long pieces first; chunks one after the other."""
     KEY: tl.constexpr = GATE == "key"
     DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
     CORRECTS: tl.constexpr = DELTA or LOW_RANK
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
+    lengths = tl.cast(lengths, tl.int64)
     pid = tl.program_id(0)
-    i_nh = pid // NB
-    i_v = pid - i_nh * NB
-    i_np = i_nh // HV
-    i_hv = i_nh - i_np * HV
-    i_n = i_np // run
-    i_p = i_np - i_n * run + (pieces - run) * REVERSE
+    i_jnh = pid // NB
+    i_v = pid - i_jnh * NB
+    i_n = i_jnh // HV
+    i_hv = i_jnh - i_n * HV
     i_h = i_hv // GROUP
     i_y = i_hv  # of v
     if TURNED:
         i_h, i_y = i_hv, i_h
+    i_j = 0  # among the sequence's pieces, in the order of the scan
+    i_cut = i_n  # among the sequences that are cut
+    if i_n >= firsts:
+        i_j = (i_n - firsts) // most
+        i_cut = i_n - firsts - i_j * most
+        i_j = ((order.to(tl.int64) >> (4 * i_j)) & 15).to(tl.int32)
+        i_n = i_cut
+        if PACKED:
+            i_n = tl.load(cuts + i_cut)
+    elif PACKED:
+        i_cut = tl.load(cuts + most + i_n)
     if PACKED:
+        if i_n < 0:
+            return
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
         slot = tl.load(first + i_n)
-        c_end = tl.cdiv(Tn, C)
+        NC = tl.cdiv(Tn, C)
+        if Tn < long:
+            parts = 1
+            pieces = 1
+            lengths = tl.cast(1, tl.int64)
     else:
-        c_end = tl.cdiv(T, C)
+        NC = tl.cdiv(T, C)
         bos = i_n.to(tl.int64) * T
         Tn = T
-        slot = i_n.to(tl.int64) * (tl.cdiv(c_end, STORE) if STORE > 1 else c_end)
-    c_last = c_end - 1
-    c_0 = c_end * i_p // pieces  # the piece is chunks c_0 ... c_end - 1
-    c_end = c_end * (i_p + 1) // pieces
-    if MAP and not INITIAL:
-        c_end = tl.where((i_p == 0) & (i_v >= NV), 0, c_end)  # nobody asks what the first piece makes of a state
+        slot = i_n.to(tl.int64) * (tl.cdiv(NC, STORE) if STORE > 1 else NC)
+    i_p = pieces - 1 - i_j if REVERSE else i_j
+    before = four_bits(lengths & ((tl.cast(1, tl.int64) << (4 * i_p)) - 1))
+    c_0 = NC * before // parts  # the piece is chunks c_0 ... c_end - 1
+    c_end = NC * (before + ((lengths >> (4 * i_p)) & 15).to(tl.int32)) // parts
+    if PACKED and ENDS and not REVERSE:
+        c_end = tl.where(pieces > 1, c_end, c_0)
+    if MAP:
+        c_end = tl.where((i_j == 0) & (i_v >= NV), c_0, c_end)  # nobody asks what the first piece makes of another state
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
     made: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_v = o_v < V
-    m_vk = mask2(m_v, o_k, K, BK)  # [BV, BK]
+    col = i_v * BV  # where values are written
+    if ENDS:
+        col = tl.where(i_j == 0, col, V)  # only of the first piece, which is scanned for good
+    m_vk = mask2(o_v < V, o_k, K, BK)  # [BV, BK]
     o_S = o_k[None, :] * V + o_v[:, None]  # [BV, BK] of [K, V]
+    o_P = o_v[:, None] * K + o_k[None, :]  # [BV, BK] of [V, K]
+    if TURNED:
+        o_S, o_P = o_P, o_S
+    i_nh = i_n.to(tl.int64) * HV + i_hv
+    i_end = (i_cut.to(tl.int64) * (pieces - 1) + i_j) * HV + i_hv  # of what the piece leaves
+    b_S = tl.zeros([BV, BK], tl.float32)  # the first state; branches here make ptxas run the loop's products one by one
+    if INITIAL:
+        b_S = tl.load(S0 + i_nh * K * V + o_S, mask=m_vk & (i_j == 0), other=0.0).to(tl.float32)
+    if CARRIED:
+        b_S += tl.load(states + (i_end - HV) * V * K + o_P, mask=m_vk & (i_j > 0), other=0.0)
     if MAP:
-        b_S = tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # [BV, BK]; 1 in the further blocks only, where v is 0
-    elif INITIAL and not ENDS:
-        o_0 = o_v[:, None] * K + o_k[None, :] if TURNED else o_S
-        b_S = tl.load(S0 + i_nh.to(tl.int64) * K * V + o_0, mask=m_vk, other=0.0).to(tl.float32)  # [BV, BK]
-    else:
-        b_S = tl.zeros([BV, BK], tl.float32)
+        b_S += tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # in the further blocks, where v is 0
     if ENDS and not CORRECTS:
         b_kept = tl.full([BK], 1.0, tl.float32)
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
@@ -218,16 +257,16 @@ def state_pass_kernel(
         b_s = b_S.to(dtype)
         if STORE:
             if STORE == 1:
-                store_state(S, b_s, slot + c, i_hv, HV, i_v, o_k, m_vk, K, V, BK, BV, TMA)
-            elif (c % STORE == STORE - 1) | (c == c_last) if REVERSE else c % STORE == 0:
-                store_state(S, b_s, slot + c // STORE, i_hv, HV, i_v, o_k, m_vk, K, V, BK, BV, TMA)
+                store_state(S, b_s, slot + c, i_hv, HV, col, o_k, K, V, BK, BV, TMA)
+            elif (c % STORE == STORE - 1) | (c == NC - 1) if REVERSE else c % STORE == 0:
+                store_state(S, b_s, slot + c // STORE, i_hv, HV, col, o_k, K, V, BK, BV, TMA)
         if KEY:
             b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
 
         if LOW_RANK:
             b_x = tl.dot(b_s, tl.trans(b_b if REVERSE else b_e), input_precision=IP).to(dtype)  # [BV, C]
             if STORE:
-                store_chunk(X, b_x, row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                store_chunk(X, b_x, row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
         if REVERSE:
             if DELTA or OUTPUT:
                 b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
@@ -235,7 +274,7 @@ def state_pass_kernel(
                     b_x *= b_end[None, :]
                 b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
                 if not DELTA:
-                    store_chunk(o, b_x.to(made), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                    store_chunk(o, b_x.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
                 b_f = b_beta
@@ -243,7 +282,7 @@ def state_pass_kernel(
                     b_unit, b_f = shared_strength(b_beta, dtype)
                     b_u *= b_unit[None, :]
                 if STORE:
-                    store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                    store_chunk(X, b_u.to(dtype), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
                 if DECAY:
                     b_f *= b_early
                 b_u = b_u * -b_f[None, :]
@@ -268,12 +307,12 @@ def state_pass_kernel(
                 b_x = (b_v.to(tl.float32) - b_x) * b_beta[None, :]
                 b_w = tl.dot(b_x.to(dtype), tl.trans(b_T), input_precision=IP)  # [BV, C]
                 if STORE:
-                    store_chunk(X, b_w.to(dtype), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                    store_chunk(X, b_w.to(dtype), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             else:
                 b_w = b_v
             if OUTPUT:
                 b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
-                store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)
+                store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 
@@ -293,9 +332,14 @@ def state_pass_kernel(
         else:
             b_S = tl.dot(b_w.to(dtype), b_k, b_S, input_precision=IP)
     if ENDS:
-        tl.store(ST + (i_nh.to(tl.int64) * NB * BV + o_v[:, None]) * K + o_k[None, :], b_S, mask=o_k[None, :] < K)
-        if not CORRECTS:
-            tl.store(kept + i_nh.to(tl.int64) * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0))
-    elif FINAL:
-        if i_p == (0 if REVERSE else pieces - 1):
-            tl.store(ST + (i_n.to(tl.int64) * HV + i_hv) * K * V + o_S, b_S, mask=m_vk)
+        if pieces > 1:  # in dense calls always; without a branch ptxas keeps the loop's products from overlapping
+            tl.store(states + i_end * V * K + o_P, b_S, mask=m_vk)
+            i_mid = i_end - (i_cut + 1).to(tl.int64) * HV  # among the pieces but the first and the last
+            if MAP:
+                p_A = maps + (i_mid * K - NV * BV) * K + o_P
+                tl.store(p_A, b_S, mask=mask2((i_j > 0) & (o_v >= NV * BV) & (o_v < NV * BV + K), o_k, K, BK))
+            elif not CORRECTS:
+                tl.store(kept + i_mid * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0) & (i_j > 0))
+    if FINAL:
+        if i_j == pieces - 1:
+            tl.store(ST + i_nh * K * V + o_S, b_S, mask=m_vk)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad
-from chunkwise.engine.tune import WHOLE, Cut, split
+from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad, tune
+from chunkwise.engine.library import _fake_forward
+from chunkwise.engine.tune import WHOLE, Cut, even
 from chunkwise.spec import Gate, Rule, Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,7 +23,7 @@ def both(p, x: Streams, S0, do, dST, plan) -> dict[str, torch.Tensor]:
     return {n: t for n, t in named.items() if t is not None}
 
 
-def check(monkeypatch, gate, rule, cut: Cut, *, C=16, cu=None, S0=True, dST=True, **sizes) -> None:
+def check(monkeypatch, gate, rule, cut: Cut, *, C=16, long=0, cu=None, S0=True, dST=True, **sizes) -> None:
     """No worse than twice the scan in one piece and what moving the inputs by a rounding does: a state handed on is rounded once more."""
     x = draw(gate, rule, **sizes)
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
@@ -34,11 +35,13 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, cu=None, S0=True, dST=True
     eps, x64 = torch.finfo(x.q.dtype).eps, double(x)
     moved = Streams(*(None if t is None else t * (1 + eps * (torch.rand_like(t) - 0.5)) for t in x64))
     truth, near = (both(posed(x64, gate, rule, C=C, cu=cu), y, up(S0), up(do), up(dST), chunk) for y in (x64, moved))
+    for module in (stages_triton, tune):
+        monkeypatch.setattr(module, "LONG", long)
     launched = []
     launch = stages_triton.scan
 
     def noted(*args, **options):
-        launched.append(options.get("ends", 0))
+        launched.append("ends" if options.get("ends") else "rest" if options.get("rest") else "all")
         return launch(*args, **options)
 
     monkeypatch.setattr(stages_triton, "scan", noted)
@@ -47,18 +50,14 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, cu=None, S0=True, dST=True
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         for way in WHOLE, cut:
-            monkeypatch.setattr(stages_triton, "split", lambda p, way=way: way)
+            monkeypatch.setattr(stages_triton, "split", lambda *sizes, way=way, **options: way)
             made[way] = both(p, x, S0, do, dST, plan_triton)
     finally:
         torch.use_deterministic_algorithms(False)
     by_scans = rule is Rule.ADD and gate is Gate.NONE and x.q.dtype != torch.float32  # all gradients
-    most = cut.pieces * cut.finer
-    run = most - cut.finer
-    maps = run if rule is Rule.ADD else most - 1
-    if by_scans:
-        assert launched == [0, *3 * [0], run, 0, run, run, *3 * [0]]
-    else:
-        assert launched == [0, 0, 0, maps, 0, most if rule is Rule.DELTA and dST is not None else maps, 0, run, 0]
+    early = "all" if rule is Rule.ADD else "rest"  # what corrects scans for good what comes first in reverse while it seeks ends
+    back = ["ends", *["all"] * 3] if by_scans else ["all", "ends", early]  # it begins with the states that were left
+    assert launched == ["all"] * (4 if by_scans else 3) + ["ends", "all"] + back
     assert made[cut].keys() == made[WHOLE].keys() == truth.keys()
     for name, t in truth.items():
         size = t.norm().clamp(min=1e-30)
@@ -67,42 +66,57 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, cu=None, S0=True, dST=True
 
 
 @cells
-@pytest.mark.parametrize("cut", [Cut(2), Cut(3, 2), Cut(8)], ids=["2 pieces", "3 pieces of 2", "more pieces than chunks"])
+@pytest.mark.parametrize("cut", [even(2), Cut((3, 1, 2)), even(8)], ids=["2 pieces", "3 pieces, long ends", "more pieces than chunks"])
 def test_pieces_give_what_the_whole_gives(monkeypatch, gate, rule, cut):
-    check(monkeypatch, gate, rule, cut, B=2 if cut.pieces == 3 else 1, T=40, H=1, n=2)
+    check(monkeypatch, gate, rule, cut, B=2 if cut.pieces == 3 else 1, T=72 if cut.pieces == 3 else 40, H=1, n=2)
 
 
 @less
 def test_pieces_need_no_states_from_outside(monkeypatch, gate, rule):
-    check(monkeypatch, gate, rule, Cut(3), B=1, T=40, H=1, S0=False, dST=False)
-    check(monkeypatch, gate, rule, Cut(2, 2), B=1, T=40, H=1, S0=True, dST=False)
-    check(monkeypatch, gate, rule, Cut(4), B=1, T=40, H=1, S0=False, dST=True)
+    check(monkeypatch, gate, rule, even(3), B=1, T=40, H=1, S0=False, dST=False)
+    check(monkeypatch, gate, rule, Cut((2, 1, 1)), B=1, T=40, H=1, S0=True, dST=False)
+    check(monkeypatch, gate, rule, even(4), B=1, T=40, H=1, S0=False, dST=True)
 
 
 @less
 def test_pieces_of_packed_sequences(monkeypatch, gate, rule):
-    check(monkeypatch, gate, rule, Cut(2), B=1, T=41, H=1, cu=[0, 0, 18, 19, 19, 41])
+    check(monkeypatch, gate, rule, even(3), B=1, T=99, H=1, cu=[0, 0, 49, 50, 57, 99], long=40)
+    check(monkeypatch, gate, rule, even(3), B=1, T=41, H=1, cu=[0, 20, 41], long=30)
 
 
 @less
 @pytest.mark.parametrize("K, V", [(20, 24), (24, 40)], ids=["pointers", "descriptors"])
 def test_pieces_in_sixteen_bits_and_odd_sizes(monkeypatch, gate, rule, K, V):
-    check(monkeypatch, gate, rule, Cut(2), B=1, T=70, H=1, K=K, V=V, C=32, dtype=torch.float16)
+    check(monkeypatch, gate, rule, even(2), B=1, T=70, H=1, K=K, V=V, C=32, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.NONE])
 @pytest.mark.parametrize("strong", [0.0, 100.0], ids=["nothing forgotten", "all forgotten"])
 def test_pieces_do_not_depend_on_the_gates(monkeypatch, gate, rule, strong):
-    check(monkeypatch, gate, rule, Cut(3), B=1, T=40, H=1, strong=strong)
+    check(monkeypatch, gate, rule, even(3), B=1, T=40, H=1, strong=strong)
 
 
 def test_only_few_long_sequences_are_cut():
     def pieces(N, T, HV, **options):
         x = Streams(*(torch.empty(N, T, HV, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)))
-        return split(posed(x, Gate.NONE, Rule.ADD, C=64, **options)).pieces
+        return stages_triton.cut(posed(x, Gate.NONE, Rule.ADD, C=64, **options)).pieces
 
     assert pieces(1, 32768, 32) > 1 and pieces(1, 8192, 8) > 1
     assert pieces(8, 4096, 16) == 1 and pieces(1, 512, 1) == 1
     assert pieces(64, 8192, 8) == pieces(1, 8192, 8)  # a sample's bits do not depend on its batch
     for ends in [[0, 32768], [0, 8192, 32768], [0, 1, 32768]]:  # nor on what it is packed with
         assert pieces(1, 32768, 8, cu=torch.tensor(ends)) == 1
+
+
+@pytest.mark.parametrize("cu", [None, [0, 10, 99]], ids=["dense", "packed"])
+@less
+def test_tracing_knows_how_much_is_kept(monkeypatch, gate, rule, cu):
+    for module in (stages_triton, tune):
+        monkeypatch.setattr(module, "LONG", 40)
+    monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(3))
+    x, cu = draw(gate, rule, B=1 if cu else 2, T=99, H=1, K=16, V=20), None if cu is None else torch.tensor(cu)
+    p = posed(x, gate, rule, C=16, cu=cu)
+    saved = plan_triton.forward(p, x, None, final=False, save=True)[2]
+    switches = (gate.value, rule.value, "triton", 16, 1.0, "ieee", False, True)
+    traced = _fake_forward(*x, None, cu, None, *switches)[2]
+    assert traced.shape == saved.shape and traced.dtype == saved.dtype

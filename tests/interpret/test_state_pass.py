@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from chunkwise import draw
-from chunkwise.engine import chunk, plan_triton, stages_triton
+from chunkwise.engine import chunk, plan_triton, stages_triton, tune
 from chunkwise.engine.problem import Problem, problem
-from chunkwise.engine.tune import Cut
+from chunkwise.engine.tune import even
 from chunkwise.spec import Gate, Rule, Streams
 
 CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR) for r in (Rule.ADD, Rule.DELTA)]
@@ -196,7 +196,9 @@ def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
 @pytest.mark.parametrize("rule, pieces, cu", [(Rule.ADD, 3, None), (Rule.ADD, 1, [0, 0, 18, 19, 19, 54]), (Rule.DELTA, 1, None)])
 def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch, rule, pieces, cu):
     """Forwards those the even chunks meet; in reverse the gradients that odd chunks leave, and a sequence's last one."""
-    monkeypatch.setattr(stages_triton, "split", lambda p: Cut(pieces))
+    monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(pieces))
+    for module in (stages_triton, tune):
+        monkeypatch.setattr(module, "LONG", 8)
     T = 37 if cu is None else cu[-1]
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = streams(Gate.SCALAR, rule, torch.float16, B=2 if cu is None else 1, T=T, H=1, HV=1, K=16, V=16)
@@ -208,6 +210,8 @@ def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch
     met = [a + c for a, n in zip(starts, chunks) for c in range(0, n, 2)]
     left = [a + min(c + 1, n - 1) for a, n in zip(starts, chunks) for c in range(0, n, 2)]
     at = [stages_triton.index(replace(p, C=16 * every)) for every in (1, 2)]
+    carried = None
     for reverse, wanted in ((None, met), (do, left)):
-        each, second = (stages_triton.state_pass(p, x, at[n - 1], None, T=Tinv, do=reverse, store=n).S for n in (1, 2))
-        assert torch.equal(second[: len(wanted)], each[wanted])
+        each, second = (stages_triton.state_pass(p, x, at[n - 1], None, T=Tinv, do=reverse, store=n, carried=carried) for n in (1, 2))
+        assert torch.equal(second.S[: len(wanted)], each.S[wanted])
+        carried = each.carried
