@@ -264,3 +264,23 @@ def test_layers_by_class_name():
 
     assert {mixer.__name__ for mixer in all_mixers().values()} <= set(dir(chunkwise.nn))
     assert chunkwise.nn.GatedDeltaNet is mixer_class("gated_delta_rule")
+
+
+def test_a_step_leaves_the_state_it_was_given_and_sees_hooks(monkeypatch):
+    """The convolutions move a copy of their states on in place; one that somebody watches is called as a module. The bits are one way's."""
+    layer, x = build("gated_delta_rule", use_short_conv=True).eval(), draw(2, 12, D)
+    seen, made = [], []
+    with torch.no_grad():
+        _, state = layer(x[:, :7], output_state=True)
+        before = [t.clone() for t in (state.conv, state.recurrent)]
+        for way in ("in place", "one watched", "copied"):
+            watch = layer.k_conv1d.register_forward_hook(lambda *_: seen.append(1)) if way == "one watched" else None
+            if way == "copied":
+                monkeypatch.setattr(Window, "_few", lambda *_: False)
+            y, new = layer(x[:, 7:8], state=state, output_state=True)
+            z, last = layer(x[:, 8:], state=new, output_state=True)
+            made.append((y, z, new.conv, last.conv))
+            assert all(torch.equal(a, b) for a, b in zip(before, (state.conv, state.recurrent)))
+            if watch is not None:
+                watch.remove()
+    assert len(seen) == 2 and all(torch.equal(a, b) for other in made[1:] for a, b in zip(made[0], other))
