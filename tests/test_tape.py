@@ -55,7 +55,7 @@ def test_a_taped_step_is_the_step(op):
             before = {n: t.clone() for n, t in x.items()}
             alike(op(x, **o), anew(op, x, **o))
             assert all(torch.equal(x[n], t) for n, t in before.items())
-    assert len(call.CALLS) == 3 and all(d.straight and len(d.tapes) == 1 for d in call.CALLS.values())
+    assert len(call.CALLS) == 3 and all(len(d.taped.tapes) == 1 for d in call.CALLS.values())
 
 
 def test_results_are_memory_of_their_own():

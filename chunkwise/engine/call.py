@@ -3,7 +3,7 @@ to its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor
 
 from ..spec import Output, Streams
 from .dispatch import run
-from .library import BELOW, PLAIN, Pass, watched
+from .library import PLAIN, Pass, watched
 from .prologue import prologue
 from .raw import asks
-from .tape import tape
+from .tape import Taped
 
 if TYPE_CHECKING:
     from ..spec import Op
 
 KEPT = 1024  # calls; the oldest goes
-THREADS = 4  # tapes of a call
 TENSORS = ("initial_state", "A_log", "dt_bias")  # among the options
 CALLS: dict[Any, Decided] = {}
 
@@ -29,37 +28,17 @@ class Decided:
     """A call of one pass, but for its tensors."""
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass) -> None:
-        self.name, self.names, self.lower, self.made = op.name, tuple(inputs), op.lower or Streams, made
+        self.name, self.names, self.lower, self.made = op.name, tuple(inputs), op.lower or Streams, made.seated()
         self.settings = {n: o[n] for n in op.settings}
         self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
         self.turn = bool(o["state_v_first"])
-        self.straight = not made.grad and getattr(made.plan, "straight", bool)(made.p)
-        self.tapes: list[Callable[..., Any]] = []  # that no thread has
+        self.taped = Taped(self.run) if not made.grad and getattr(made.plan, "straight", bool)(made.p) else None
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
-        if not self.straight or torch.is_autocast_enabled("cpu"):
-            return self._run(*inputs.values(), *map(options.get, TENSORS))
-        if not self.tapes:
-            return self._tape(*inputs.values(), *map(options.get, TENSORS))
-        try:
-            again = self.tapes.pop()
-        except IndexError:  # another thread was quicker
-            return self._run(*inputs.values(), *map(options.get, TENSORS))
-        with BELOW():
-            made = again(*inputs.values(), *map(options.get, TENSORS))
-        self.tapes.append(again)
-        return made
+        call = self.run if self.taped is None or torch.is_autocast_enabled("cpu") else self.taped
+        return call(*inputs.values(), *map(options.get, TENSORS))  # type: ignore[return-value]
 
-    def _tape(self, *tensors: Tensor | None) -> Output:
-        """The call, and a tape of it for the next one."""
-        made, again = tape(self._run, tensors)
-        if again is None:
-            self.straight = False
-        elif len(self.tapes) < THREADS:
-            self.tapes.append(again)
-        return made  # type: ignore[return-value]
-
-    def _run(self, *tensors: Any) -> Output:
+    def run(self, *tensors: Any) -> Output:
         x: Mapping[str, Any] = dict(zip(self.names, tensors))
         S0, *further = tensors[len(self.names) :]
         if self.raw is not None:
@@ -91,7 +70,7 @@ def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: A
     passes: list[Pass] = []
     out = run(op, inputs, op.check(inputs), o, passes=passes)
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
-    if key is not None and len(passes) == 1 and op.passes is None and not numbers:
+    if key is not None and len(passes) == 1 and op.passes is None and not numbers and out[0].is_cpu:
         CALLS[key] = Decided(op, inputs, o, passes[0])
         while len(CALLS) > KEPT:
             CALLS.pop(next(iter(tuple(CALLS))), None)  # another thread may have been quicker

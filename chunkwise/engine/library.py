@@ -65,14 +65,20 @@ def outside(x: Tensor) -> AbstractContextManager[object]:
 
 
 BELOW: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)  # nothing is differentiated in there, and nobody asks whether
+NOTHING = nullcontext()
+
+
+def below(x: Tensor) -> AbstractContextManager[object]:
+    """Operators on a CPU go past autograd; recipes have none, and note what autograd makes of the hosts'."""
+    return BELOW() if x.is_cpu else NOTHING
 
 
 def _gradients(
-    plan: Any, p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
+    plan: Any, p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None, **how: Any
 ) -> tuple[Tensor | None, ...]:
     """Of every stream, and of the initial state in its dtype."""
     with outside(x.q):
-        d, dS0 = plan.backward(p, x, S0, saved, do, dST)
+        d, dS0 = plan.backward(p, x, S0, saved, do, dST, **how)
     return (*d, None if S0 is None or dS0 is None else dS0.to(S0.dtype))
 
 
@@ -161,11 +167,11 @@ class Direct(torch.autograd.Function):
     """A plan's two passes as one differentiable function: what `Traced` computes, past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Any, p: Problem, final: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """tensors: the streams and the initial state."""
-        with outside(given(tensors[0])):
-            o, ST, saved = plan.forward(p, Streams._make(tensors[:-1]), tensors[-1], final=final, save=True)
-        ctx.plan, ctx.p = plan, p
+    def forward(ctx: Any, plan: Any, p: Problem, final: bool, how: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """how: what the plan takes beside. tensors: the streams and the initial state."""
+        with outside(given(tensors[0])), below(given(tensors[0])):
+            o, ST, saved = plan.forward(p, Streams._make(tensors[:-1]), tensors[-1], final=final, save=True, **how)
+        ctx.plan, ctx.p, ctx.how = plan, p, how
         ctx.save_for_backward(*tensors, p.cu_seqlens, p.cu_seqlens_cpu, saved)
         ctx.set_materialize_grads(False)
         return o, ST
@@ -176,8 +182,8 @@ class Direct(torch.autograd.Function):
         *streams, S0, _, _, saved = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
         x, p = Streams._make(streams), ctx.p
         do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
-        d = _gradients(ctx.plan, p, x, S0, saved, do, dST)
-        return None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[3:]))
+        d = _gradients(ctx.plan, p, x, S0, saved, do, dST, **ctx.how)
+        return None, None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[4:]))
 
 
 def forward_mode() -> bool:
@@ -211,14 +217,18 @@ class Pass(NamedTuple):
     p: Problem
     final: bool
     grad: bool
+    how: dict[str, Any]  # what the plan takes beside
 
-    def __call__(self, x: Streams, S0: Tensor | None, **how: Any) -> Output:
-        """how: what the plan takes beside."""
+    def __call__(self, x: Streams, S0: Tensor | None) -> Output:
         if self.grad:
-            return Direct.apply(self.plan, self.p, self.final, *x, S0)
-        with outside(x.q), BELOW():
-            o, ST, _ = self.plan.forward(self.p, x, S0, final=self.final, save=False, **how)
+            return Direct.apply(self.plan, self.p, self.final, self.how, *x, S0)
+        with outside(x.q), below(x.q):
+            o, ST, _ = self.plan.forward(self.p, x, S0, final=self.final, save=False, **self.how)
         return o, ST
+
+    def seated(self) -> Pass:
+        """The same for calls that are alike in all but numbers, which find by themselves what a plan keeps for them."""
+        return self._replace(how={**self.how, "seats": self.plan.seats()}) if hasattr(self.plan, "seats") else self
 
 
 def recurrence(
@@ -251,12 +261,12 @@ def recurrence(
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
     if grad and x.g is not None and not x.g.requires_grad:
         p = replace(p, fixed=True)
-    decided = Pass(made, p, final, grad)
+    how: dict[str, Any] = {}
+    if slots is not None:
+        how, pool = {"slots": slots}, given(S0)
+        if not pool.is_inference():
+            torch.autograd.graph.increment_version(pool)  # it changes in place, which nothing below tells autograd
+    decided = Pass(made, p, final, grad, how)
     if passes is not None:
         passes.append(decided)
-    if slots is None:
-        return decided(x, S0)
-    pool = given(S0)
-    if not pool.is_inference():
-        torch.autograd.graph.increment_version(pool)  # it changes in place, which nothing below tells autograd
-    return decided(x, pool, slots=slots)
+    return decided(x, S0)
