@@ -6,7 +6,8 @@ import pytest
 import torch
 from oracle import OPS, Case, ids, make
 
-from chunkwise.engine import call
+from chunkwise.engine import call, decode_torch
+from chunkwise.engine.decode import decode
 from chunkwise.engine.tape import tape
 from chunkwise.spec import Rule, Streams
 
@@ -150,3 +151,39 @@ def test_a_call_that_looks_at_numbers_is_not_taped():
     assert again is not None
     for y in (torch.randn(3), torch.randn(3)):
         assert torch.equal(again(y)[0], y * 2 + y.exp() * 3)
+
+
+@pytest.mark.parametrize("how", ["plain", "bf16", "raw, values first", "projection"])
+def test_a_taped_step_in_a_pool_is_the_step(how):
+    """Two sequences whose slots lie side by side, or not; then the pool and the output of a step that decides anew."""
+    decode_torch.STEPS.clear()
+    for seed, slots in enumerate(([3, 4], [0, 1], [4, 0], [1, 2], [-1, 2], [3, 4])):
+        x, S0 = drawn(BASIC, seed, B=2)
+        o = {}
+        pool = torch.randn(5, *S0.shape[1:], generator=torch.Generator().manual_seed(seed))
+        pool = pool.bfloat16() if how == "bf16" else pool
+        if how == "raw, values first":
+            o, pool = dict(options_of(BASIC, x), state_v_first=True), pool.mT.contiguous()
+        if how == "projection":
+            x = dict(qkv=torch.cat([x.pop(n).flatten(2) for n in "qkv"], 2), **x)
+        other, index = pool.clone(), torch.tensor(slots)
+        got, version = decode(BASIC, x, pool, index, **o), pool._version
+        kept = dict(decode_torch.STEPS)
+        decode_torch.STEPS.clear()
+        alike((got, pool), (decode(BASIC, x, other, index, **o), other))
+        decode_torch.STEPS.update(kept)
+        assert version > 0
+    assert len(kept) == 1 and all(len(step.taped.tapes) == 1 for step in kept.values())
+
+
+def test_a_step_still_refuses_slots_that_are_not_there():
+    x, S0 = drawn(BASIC, 0)
+    pool = S0.repeat(3, 1, 1, 1)
+    for _ in range(3):
+        decode(BASIC, x, pool, torch.tensor([2]))
+        with pytest.raises(ValueError, match="slots below 3"):
+            decode(BASIC, x, pool, torch.tensor([3]))
+        with pytest.raises(ValueError, match="backend must be"):
+            decode(BASIC, x, pool, torch.tensor([2]), backend="fast")
+        with pytest.raises(ValueError, match="no gradient"):
+            decode(BASIC, {**x, "q": x["q"].clone().requires_grad_()}, pool, torch.tensor([2]))

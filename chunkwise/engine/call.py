@@ -3,7 +3,7 @@ to its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,14 +47,18 @@ class Decided:
         return o, ST.mT if self.turn and ST is not None else ST
 
 
+def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """A key of a call: everything it depends on but the numbers in its tensors."""
+    about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
+    return (*names, torch.is_grad_enabled(), *about)
+
+
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
     """op's function of its inputs. Raises as `Op.check` and `dispatch.run` do, TypeError for an option there is not."""
     if watched():
         return _first(op, inputs, options, None)
     try:
-        values = (*inputs.values(), *options.values())
-        about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
-        key = (op, torch.is_grad_enabled(), *inputs, *options, *about)
+        key = hashed((op, *inputs, *options), (*inputs.values(), *options.values()))
         decided = CALLS.get(key)
     except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named below
         return _first(op, inputs, options, None)

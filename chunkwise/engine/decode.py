@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..spec import Gate, Op, Rule, Streams
+from . import decode_torch as host
 from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
-from .library import STREAM_INPUTS, STREAMS, direct
+from .library import STREAM_INPUTS, STREAMS, Pass, direct
 from .pool import Where, check, member
 from .problem import given, placed, problem
 from .prologue import check_prologue, prologue
@@ -91,6 +92,12 @@ def decode(
     [2, 5]
     """
     op = member("decode", op)
+    alone = backend != "triton" and into is accepted is parents is cu_seqlens is None
+    key = host.key((op, state_v_first, backend), inputs, pool, index, options) if alone else None
+    if key is not None and (known_step := host.STEPS.get(key)) is not None:
+        done = known_step(inputs, pool, index, options)
+        if done is not None:
+            return done
     known = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}
     for name in options:
         if name not in known:
@@ -115,9 +122,11 @@ def decode(
     if backend == "triton" and missing is not None:
         raise ValueError(f"decode {op.name}: backend='triton' cannot serve this call: {missing}")
     if missing is not None:
-        from .decode_torch import composed
-
-        return composed(op, x, pool, sizes, w, {**o, "backend": backend})
+        passes: list[Pass] | None = [] if key is not None else None
+        out = host.composed(op, x, pool, sizes, w, {**o, "backend": backend}, passes)
+        if passes:
+            host.keep(key, host.Step(_split, op, tuple(inputs), {**op.defaults, **o, "state_v_first": state_v_first}, passes[0]))
+        return out
     if op.passes is not None:
         ready = prologue(op.name, x, o) if any(asks(o)) else x
         out = op.passes(InPlace(op, pool, w, scale), pool, **ready, **{n: o[n] for n in op.settings})[0]

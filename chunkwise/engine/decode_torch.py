@@ -4,26 +4,86 @@ several passes. Elsewhere than on a CPU the host reads no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..spec import Form, Op
+from .call import TENSORS, Decided, hashed
 from .dispatch import run
-from .library import direct
+from .library import Pass, direct, watched
 from .pool import Where, sequences, store
 from .problem import compute_dtype
+from .tape import Made, Taped
+
+KEPT = 256  # steps; the oldest goes
+STEPS: dict[Any, Step] = {}
+
+
+class Step:
+    """A step of one token on states side by side in a pool, of few states: decided once, then taped."""
+
+    def __init__(
+        self, split: Callable[..., dict[str, Tensor | None]], op: Op, names: Sequence[str], o: Mapping[str, Any], made: Pass
+    ) -> None:
+        self.split, self.op, self.names, self.N, self.turn = split, op, names, made.p.N, bool(o["state_v_first"])
+        self.decided = Decided(op, op.args, o, made._replace(how={"slots": range(made.p.N)}))
+        self.taped = Taped(self.run)
+
+    def run(self, *tensors: Any) -> Made:
+        """Inputs, the states in their slots, and what the options bring."""
+        n = len(self.names)
+        x = self.split(self.op, dict(zip(self.names, tensors)), tensors[n], self.turn)
+        return self.decided.run(*x.values(), *tensors[n:])[:1]
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor | None], pool: Tensor, index: Tensor | None, options: Mapping[str, Any]
+    ) -> Tensor | None:
+        """o; None where the slots do not lie side by side."""
+        first = 0
+        if index is not None:
+            slots = index.tolist()
+            first = slots[0]
+            if first < 0 or slots != list(range(first, first + self.N)) or slots[-1] >= len(pool):
+                return None
+        if not pool.is_inference():
+            torch.autograd.graph.increment_version(pool)
+        states = pool if self.N == len(pool) else pool.narrow(0, first, self.N)
+        return self.taped(*inputs.values(), states, *map(options.get, TENSORS[1:]))[0]
+
+
+def key(names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]) -> Any:
+    """What a step on a CPU that nobody watches is kept under; None where none is to be kept."""
+    if watched() or not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None
+    if any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items()):
+        return None
+    try:
+        return hashed((*names, *inputs, *options), (*inputs.values(), pool, index, *options.values()))
+    except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides
+        return None
+
+
+def keep(key: Any, step: Step) -> None:
+    """For later calls alike."""
+    if step.decided.taped is not None:
+        STEPS[key] = step
+        while len(STEPS) > KEPT:
+            STEPS.pop(next(iter(tuple(STEPS))), None)  # another thread may have been quicker
 
 
 @torch.no_grad()
-def composed(op: Op, x: Mapping[str, Tensor | None], pool: Tensor, sizes: Mapping[str, int], w: Where, o: Mapping[str, Any]) -> Tensor:
-    """o [B, T, HV, V]; the pool is updated as `w` says. On a CPU the states of a member of one pass never leave it."""
+def composed(
+    op: Op, x: Mapping[str, Tensor | None], pool: Tensor, sizes: Mapping[str, int], w: Where, o: Mapping[str, Any],
+    passes: list[Pass] | None = None,
+) -> Tensor:  # fmt: skip
+    """o [B, T, HV, V]; the pool is updated as `w` says. On a CPU the states of a member of one pass never leave it; passes: is told."""
     if w.into is None and op.passes is None and pool.device.type == "cpu" and direct((*x.values(), pool, w.index)):
         places = w.slots(pool).tolist()
         own = dict(form=Form.RECURRENT.value, initial_state=pool, state_v_first=w.v_first, cu_seqlens=w.cu_seqlens)
-        return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places)[0]
+        return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places, passes=passes)[0]
     slots = w.slots(pool)
     live = slots >= 0
     S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
