@@ -182,7 +182,7 @@ def test_a_gate_that_nobody_asks_for_shares_no_backward_pass(monkeypatch):
         return (None,) * 10
 
     monkeypatch.setattr(plan_replay, "replay", replay)
-    plan = plan_replay.replayed(SimpleNamespace(forward=None, backward=None, chunk=None, kept=None))
+    plan = plan_replay.replayed(SimpleNamespace(forward=None, backward=None, chunk=None, saved_entries=None))
     x = Streams(*(torch.zeros(1, 8, 1, 4) for _ in range(3)), torch.zeros(1, 8, 1))
     p = problem(x, None, None, gate=Gate.SCALAR, rule=Rule.ADD, chunk=16, scale=1.0, precision="ieee")
     for q in p, replace(p, fixed=True):
