@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     c, where = checked(op, form, shape, dtype, gates), torch.device(device)
     x = draw(c, where)
     torch.zeros(1, device=where).item()  # the GPU has started
+    one = torch.ones(1, device=where, requires_grad=True)
+    torch.autograd.grad(one * one, one, torch.ones_like(one))  # the first gradient that a program hands over: PyTorch imports sympy for it
     seconds = {}
     start = time.perf_counter()
     from . import measure, peer
