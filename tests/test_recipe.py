@@ -66,7 +66,11 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
     board = cuda.Board([first, second])
     tensors = [torch.empty(64), torch.empty(64), None]
     board.point(tensors)
-    assert [c[0] for c in board.calls] == [(11, 3, 1, 1, 128, 1, 1, 1000), (12, 4, 1, 1, 256, 1, 1, 0)]
+    board.follow(77)
+    launches = [(f, cuda.Shape.from_address(at), parameters) for at, f, parameters in board.calls]
+    told = [(f, s.grid, s.grid_y, s.grid_z, s.threads, s.threads_y, s.threads_z, s.shared, s.stream) for f, s, _ in launches]
+    assert told == [(11, 3, 1, 1, 128, 1, 1, 1000, 77), (12, 4, 1, 1, 256, 1, 1, 0, 77)] and ctypes.sizeof(cuda.Shape) == 56
+    assert [p for _, _, p in launches] == [ctypes.addressof(a) for a in board.arrays] and not any(s.count for _, s, _ in launches)
 
     def word(launch, i):
         return ctypes.c_uint64.from_address(board.arrays[launch][i]).value
@@ -177,7 +181,7 @@ def test_tritons_fingerprint_is_remembered(tmp_path, monkeypatch):
 def test_a_gate_that_nobody_asks_for_shares_no_backward_pass(monkeypatch):
     asked = []
 
-    def replay(what, tensors, hosts, ahead=None):
+    def replay(what, tensors, hosts, ahead=None, seat=None):
         asked.append(what if ahead is None else ahead(tensors, (tensors[0], None, None))[0])
         return (None,) * 10
 
@@ -189,3 +193,54 @@ def test_a_gate_that_nobody_asks_for_shares_no_backward_pass(monkeypatch):
         plan.backward(q, x, None, None, x.v, None)
         plan.forward(q, x, None, final=False, save=True)
     assert asked[0] == asked[1] != asked[2] == asked[3]
+
+
+def test_calls_alike_find_their_recipe_without_a_key(monkeypatch):
+    """Unless rules have changed, or a tensor begins where kernels cannot read; backward passes by the strides of what comes in."""
+    log = []
+
+    class Played(recipe.Recipe):
+        def __init__(self, n):
+            self.n = n
+
+        def __call__(self, *tensors):
+            log.append("recipe")
+            return (None,) * self.n
+
+    def keyed(what, tensors, device):
+        log.append("key")
+        return what, tuple(None if t is None else t.stride() for t in tensors)
+
+    def plan(n, name):
+        return lambda *a, **k: log.append(name) or ((None,) * n if n == 3 else ((None,) * 9, None))
+
+    monkeypatch.setattr(recipe, "served", lambda device: True)
+    monkeypatch.setattr(recipe, "heard", lambda: False)
+    monkeypatch.setattr(recipe, "record", lambda tensors, *a: len(tensors))
+    monkeypatch.setattr(recipe, "_bound", lambda n, device: Played(3 if n == 11 else 10))
+    monkeypatch.setattr(recipe, "_key", keyed)
+    monkeypatch.setattr(recipe, "RECIPES", {})
+    ways = plan_replay.replayed(SimpleNamespace(forward=plan(3, "hosts"), backward=plan(10, "hosts"), chunk=None, saved_entries=None))
+    x = Streams(*(torch.zeros(1, 8, 1, 4) for _ in range(3)))
+    p = problem(x, None, None, gate=Gate.NONE, rule=Rule.ADD, chunk=16, scale=1.0, precision="ieee")
+    seats = ways.seats()
+
+    def did(call, *args):
+        log.clear()
+        call(*args)
+        return list(log)
+
+    def forward(v=x.v):
+        ways.forward(p, x._replace(v=v), None, final=False, save=True, seats=seats)
+
+    def backward(do):
+        ways.backward(p, x, None, None, do, None, seats=seats)
+
+    assert [did(forward) for _ in range(3)] == [["key", "recipe"], ["recipe"], ["recipe"]]
+    assert did(forward, torch.zeros(33)[1:].view(1, 8, 1, 4)) == ["hosts"]
+    monkeypatch.setitem(recipe.RULES, "grad", lambda p: None)
+    assert [did(forward) for _ in range(2)] == [["key", "recipe"], ["recipe"]]
+    dense, wide = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 1).expand(1, 8, 1, 4)
+    assert [did(backward, do) for do in (dense, dense, wide, wide, dense)] == [
+        ["key", "recipe"], ["recipe"], ["key", "recipe"], ["recipe"], ["recipe"],
+    ]  # fmt: skip

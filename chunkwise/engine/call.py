@@ -74,7 +74,7 @@ def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: A
     passes: list[Pass] = []
     out = run(op, inputs, op.check(inputs), o, passes=passes)
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
-    if key is not None and len(passes) == 1 and op.passes is None and not numbers and out[0].is_cpu:
+    if key is not None and len(passes) == 1 and op.passes is None and not numbers:
         CALLS[key] = Decided(op, inputs, o, passes[0])
         while len(CALLS) > KEPT:
             CALLS.pop(next(iter(tuple(CALLS))), None)  # another thread may have been quicker

@@ -23,7 +23,7 @@ LINE = 64  # which it is aligned to
 NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f"}
 _Pointer, _Int, _Size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
 CALLS = {
-    "cuLaunchKernel": (_Pointer, *(_Int,) * 7, _Pointer, _Pointer, _Pointer),
+    "cuLaunchKernelEx": (_Pointer, _Pointer, _Pointer, _Pointer),
     "cuTensorMapEncodeTiled": (_Pointer, _Int, _Int, *(_Pointer,) * 5, *(_Int,) * 4),
     "cuTensorMapReplaceAddress": (_Pointer, _Pointer),
     "cuFuncGetParamInfo": (_Pointer, _Size, _Pointer, _Pointer),
@@ -151,6 +151,15 @@ def fits(function: int, given: Sequence[Place | Map | bytes]) -> bool:
     return ask(function, len(given), ctypes.byref(offset), ctypes.byref(size)) != 0
 
 
+class Shape(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *((n, ctypes.c_uint) for n in ("grid", "grid_y", "grid_z", "threads", "threads_y", "threads_z", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class Board:
     """The parameters of several launches in one piece of memory: tensor maps, addresses, numbers. What occurs twice is there once."""
 
@@ -171,7 +180,18 @@ class Board:
         self.maps = [(x, where[x]) for x in maps]
         self.held = [0] * len(maps)  # the address in each
         self.arrays = [(ctypes.c_void_p * len(ready.parameters))(*(where[x] for x in ready.parameters)) for ready in launches]
-        self.calls = [((r.function, r.grid, 1, 1, r.threads, 1, 1, r.shared), ctypes.addressof(a)) for r, a in zip(launches, self.arrays)]
+        self.shapes = [Shape(r.grid, 1, 1, r.threads, 1, 1, r.shared) for r in launches]
+        self.calls = [
+            (ctypes.addressof(shape), r.function, ctypes.addressof(a)) for r, shape, a in zip(launches, self.shapes, self.arrays)
+        ]  # fmt: skip
+        self.stream = 0
+
+    def follow(self, stream: int) -> None:
+        """Let the launches go to this stream."""
+        if stream != self.stream:
+            for shape in self.shapes:
+                shape.stream = stream
+            self.stream = stream
 
     def point(self, have: Sequence[Any]) -> None:
         """Let every address and every map lie in these tensors; None: one that comes later, or never."""

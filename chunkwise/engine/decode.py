@@ -14,7 +14,7 @@ from . import decode_torch as host
 from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
 from .library import STREAM_INPUTS, STREAMS, Pass, direct
 from .pool import Where, check, member
-from .problem import given, placed, problem
+from .problem import bare, given, placed, problem
 from .prologue import check_prologue, prologue
 from .raw import NOTHING, RAW, Raw, asks, raw_streams
 
@@ -34,15 +34,16 @@ def step(*args: Any) -> Tensor:
     x = Streams(*args[:STREAMS])
     pool, cu, *slots, v_first, gate, rule, scale = args[STREAMS : -len(Raw._fields)]
     raw = Raw(*args[-len(Raw._fields) :])
-    p = problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee")
+    p = bare(problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee"))
+    plain = raw._replace(A_log=None, dt_bias=None)  # nothing of a call is kept
 
     def hosts(*t: Tensor | None) -> Made:
         *streams, pool, index, into, accepted, parents, A_log, dt_bias, cu = t
         with on_device(given(pool)):
             states = States(pool, pool, v_first, index, into, accepted, parents)
-            return (recurrent(placed(p, cu), Streams._make(streams), states, raw._replace(A_log=A_log, dt_bias=dt_bias)),)
+            return (recurrent(placed(p, cu), Streams._make(streams), states, plain._replace(A_log=A_log, dt_bias=dt_bias)),)
 
-    what = (step, v_first, p.key, raw._replace(A_log=None, dt_bias=None))
+    what = (step, v_first, p.key, plain)
     return given(replay(what, (*x, pool, *slots, raw.A_log, raw.dt_bias, cu), hosts)[0])
 
 

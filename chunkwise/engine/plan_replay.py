@@ -9,22 +9,35 @@ from typing import Any
 from torch import Tensor
 
 from ..spec import Streams
-from .problem import Problem, placed
-from .recipe import Made, replay
+from .problem import Problem, bare, placed
+from .recipe import Made, Seat, replay
 
 STREAMS = len(Streams._fields)
+
+
+class Seats:
+    """Of calls alike in streams and state: the recipe of their forward pass, and of their backward pass by the gradients' strides."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = Seat(), dict[Any, Seat]()
+
+    def back(self, do: Tensor, dST: Tensor | None) -> Seat:
+        return self.backward.setdefault((do.dtype, do.stride(), None if dST is None else (dST.dtype, dST.stride())), Seat())
 
 
 def replayed(plan: ModuleType) -> SimpleNamespace:
     """A plan of chunks. Nothing is kept of calls without tokens."""
 
     def ahead_of(p: Problem, final: bool, save: bool) -> Callable[..., Made]:
+        p = bare(p)
         return lambda *t: plan.forward(placed(p, t[-1]), Streams._make(t[:STREAMS]), t[STREAMS], final=final, save=save)
 
     def back_key(p: Problem) -> tuple[Any, ...]:
         return plan.backward, p.key, p.fixed  # a gate that nobody asks for has no gradient
 
     def back_of(p: Problem) -> Callable[..., Made]:
+        p = bare(p)
+
         def hosts(*t: Tensor | None) -> Made:
             d, dS0 = plan.backward(placed(p, t[-1]), Streams._make(t[:STREAMS]), *t[STREAMS:-1])
             return *d, dS0
@@ -32,8 +45,12 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         return hosts
 
     def forward(
-        p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool
+        p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool, seats: Seats | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        seat = None if seats is None else seats.forward
+        if seat is not None and (made := seat((*x, S0, p.cu_seqlens))) is not None:
+            return made  # type: ignore[return-value]
+
         def gradient(given: Made, made: Made) -> tuple[tuple[Any, ...], Made, Callable[..., Made]]:
             """The backward pass that most often follows."""
             o, _, saved = made
@@ -42,13 +59,19 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         tensors, hosts = (*x, S0, p.cu_seqlens), ahead_of(p, final, save)
         if not p.T or not p.N:
             return hosts(*tensors)  # type: ignore[return-value]
-        return replay((plan.forward, final, save, p.key), tensors, hosts, gradient if save else None)  # type: ignore[return-value]
+        return replay((plan.forward, final, save, p.key), tensors, hosts, gradient if save else None, seat)  # type: ignore[return-value]
 
     def backward(
-        p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None
+        p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None, seats: Seats | None = None
     ) -> tuple[Streams, Tensor | None]:
-        tensors, hosts = (*x, S0, saved, do, dST, p.cu_seqlens), back_of(p)
-        *d, dS0 = replay(back_key(p), tensors, hosts) if p.T and p.N else hosts(*tensors)
-        return Streams._make(d), dS0
+        tensors = (*x, S0, saved, do, dST, p.cu_seqlens)
+        seat = None if seats is None else seats.back(do, dST)
+        made = None if seat is None else seat(tensors)
+        if made is None:
+            hosts = back_of(p)
+            made = replay(back_key(p), tensors, hosts, seat=seat) if p.T and p.N else hosts(*tensors)
+        return Streams._make(made[:-1]), made[-1]
 
-    return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, saved_entries=plan.saved_entries)
+    return SimpleNamespace(
+        forward=forward, backward=backward, chunk=plan.chunk, saved_entries=plan.saved_entries, seats=Seats
+    )  # fmt: skip

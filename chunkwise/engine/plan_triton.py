@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Gate, Rule, Streams
+from . import cuda
 from . import stages_triton as stages
 from .problem import Problem, given
 from .stages_triton_split import carried_entries, carried_room
@@ -16,8 +17,12 @@ from .tune import longest
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the device of their tensors, whichever is the current one."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+    """Kernels are launched on the device of their tensors, whichever is the current one; a thread of autograd's may have none yet."""
+    if not t.is_cuda:
+        return nullcontext()
+    if t.get_device() not in cuda.ENTERED.devices and cuda.library() is not None:
+        cuda.enter(t.get_device())
+    return torch.cuda.device(t.device)
 
 
 def chunk(dtype: torch.dtype, K: int, asked: int) -> int:

@@ -86,6 +86,11 @@ class Problem:
         return compute_dtype(self.dtype)
 
 
+def bare(p: Problem) -> Problem:
+    """The problem without its offsets, for what is kept longer than a call."""
+    return p if p.cu_seqlens is None else replace(p, cu_seqlens=None, cu_seqlens_cpu=None)
+
+
 def placed(p: Problem, cu: Tensor | None) -> Problem:
     """The problem with these offsets, of which nothing is known on the host."""
     return p if cu is None else replace(p, cu_seqlens=cu, cu_seqlens_cpu=None)
