@@ -215,3 +215,15 @@ def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch
         each, second = (stages_triton.state_pass(p, x, at[n - 1], None, T=Tinv, do=reverse, store=n, carried=carried) for n in (1, 2))
         assert torch.equal(second.S[: len(wanted)], each.S[wanted])
         carried = each.carried
+
+
+@pytest.mark.parametrize("later", [-3.0, -300.0, float("nan")], ids=["weak", "strong", "not a number"])
+def test_gates_that_come_later_in_a_chunk_change_no_bits(later):
+    """Whether decays are factors of tokens or of pairs is decided for every reader by what came before it."""
+    x = streams(Gate.SCALAR, Rule.ADD, torch.float16, B=1, H=1, HV=2, K=16, V=16)
+    p = asked(x, Gate.SCALAR, Rule.ADD)
+    o = plan_triton.forward(p, x, None, final=False, save=False)[0]
+    for t in (5, 15, 16, 30):
+        g = x.g.clone()
+        g[:, t:] = later
+        assert torch.equal(plan_triton.forward(p, x._replace(g=g), None, final=False, save=False)[0][:, :t], o[:, :t])
