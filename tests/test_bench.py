@@ -329,6 +329,8 @@ def test_the_grid_is_a_line_for_a_shape_and_a_column_for_a_member():
     narrow, wide = (case("gla", shape=name).record for name in ("64 channels", "256, 512 channels"))
     one = [row(who, ms, case=narrow, **{"pass": p}) for p in BOTH for who, ms in ((OURS, 0.5), ("fla-core", 1.25))]
     kda = [row(OURS, 0.5, case={**narrow, "op": "kda"}), row("fla-core", 0.1, case={**narrow, "op": "kda"}, wrong=True, why="o is off")]
+    queued = [row(OURS, 0.5, case={**narrow, "op": "z"}), row("fla-core", 0.75, case={**narrow, "op": "z"}, method="queued")]
+    assert "| 64 channels | - / ? |" in (text := table.markdown(queued, "grid")) and "| 64 channels | 0.38 / ? |" in text
     alone = [row(OURS, 0.5, case=wide, absent={"fla-core": "K <= 256"}, **{"pass": p}) for p in BOTH]
     text = table.TABLES["speed of the grid"]([*one, *kda, *alone, row(OURS, 0.5)])
     assert "| | gla | kda |" in text and "| 64 channels | 2.50 / 2.50 | - / ? |" in text and "| 64 channels | 0.62 / 0.62 | - / ? |" in text

@@ -347,34 +347,18 @@ class Choice:
 
 RULES: dict[str, Callable[[Problem], Config]] = {
     name: Choice(name, rule)
-    for name, rule in {
-        "index": _index,
-        "recurrent": _recurrent,
-        "recurrent_half": _recurrent_half,
-        "recurrent_v_first": _recurrent_v_first,
-        "score_bounded": _score_bounded,
-        "decay": _decay,
-        "value_output": _value_output,
-        "affine_score": _affine_score,
-        "affine": _affine,
-        "grad_pair": _grad_pair,
-        "grad_reader": _grad_reader,
-        "grad_reader_far": _grad_reader_far,
-        "inverse": _inverse,
-        "score": _score,
-        "state_pass": _output,
-        "state_pass_states": _states,  # without the output, storing states
-        "state_pass_reverse": _reverse,
-        "state_pass_ends": _ends,  # without output and states
-        "state_pass_reverse_ends": _reverse_ends,  # storing states where the rule corrects
-        "carry": _carry,
-        "grad": _grad,
-        "small_strength": _small_strength,
-        "grad_blocks": _grad_blocks,
-        "grad_key": _grad_key,
-        "grad_far": _grad_far,
-    }.items()
-}
+    for name, rule in dict(
+        index=_index, recurrent=_recurrent, recurrent_half=_recurrent_half, recurrent_v_first=_recurrent_v_first,
+        score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_affine,
+        grad_pair=_grad_pair, grad_reader=_grad_reader, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
+        state_pass=_output,
+        state_pass_states=_states,  # without the output, storing states
+        state_pass_reverse=_reverse,
+        state_pass_ends=_ends,  # without output and states
+        state_pass_reverse_ends=_reverse_ends,  # storing states where the rule corrects
+        carry=_carry, grad=_grad, small_strength=_small_strength, grad_blocks=_grad_blocks, grad_key=_grad_key, grad_far=_grad_far,
+    ).items()
+}  # fmt: skip
 
 
 def config(kernel: str, p: Problem) -> Config:
