@@ -190,6 +190,15 @@ def test_every_cell_builds_for_every_card(arch, dtype, size, packed):
     check_descriptors(made)
 
 
+@pytest.mark.parametrize("chunk", [16, 32])
+@pytest.mark.parametrize("op", [pytest.param(op, marks=() if op == "kda" else pytest.mark.compile) for op in CELLS])
+def test_short_chunks_have_whole_descriptors(op, chunk):
+    """KDA's far gradients in chunks of 32 were built from registers that nobody had written, and wrong on the card."""
+    made = build("sm_90", op, sizes=((128, 128),), chunk_size=chunk)
+    assert {b.error for b in made} == {None}
+    check_descriptors(made)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("op", CELLS)
 def test_every_load_and_way_of_calling_builds_for_hopper(op):

@@ -211,8 +211,9 @@ def _channels(p: Problem) -> int:
 
 
 def _grad_key(p: Problem) -> Config:
-    """On Hopper always 64 keys and values, however few there are: see kernels/grad_key_blocks.py."""
-    if p.dtype != torch.float32 and card().arch == "sm_90":
+    """On Hopper 64 keys and values to chunks of 64, however few there are: see kernels/grad_key_blocks.py. Shorter chunks are narrow
+    operands themselves, so blocks of 32: their products need no descriptors."""
+    if p.dtype != torch.float32 and p.C == 64 and card().arch == "sm_90":
         return Config(64, 64, 4, 2)  # KDA 1.41 ms
     return Config(min(32, padded(p.K)), min(32, padded(p.V)), 4, 1)
 
