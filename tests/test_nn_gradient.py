@@ -9,7 +9,7 @@ import torch
 import chunkwise.nn
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(chunkwise.nn.__path__))
-TWICE = {"_Taps"}  # made of PyTorch's own operators, each of which has a gradient
+TWICE = {"_Taps", "_Rows"}  # made of PyTorch's own operators, each of which has a gradient; the latter by asking for theirs
 
 
 def functions():
