@@ -87,3 +87,33 @@ def test_layers_are_made_of_it(op):
     with torch.device("meta"):
         layer = mixer_class(op)(64, 2)
     assert not [name for name, module in layer.named_modules() if type(module) is nn.Linear]
+
+
+@LARGE
+@pytest.mark.parametrize(
+    "bias",
+    [draw(2048)[::2], draw(1).expand(1024), draw(1)[0], draw(1), draw(1, 1024), draw(6, 1024)],
+    ids=["slices", "a number, often", "a number", "a number in a row", "a row", "rows"],
+)
+def test_any_bias_that_pytorch_adds_is_added(bias):
+    x, weight = draw(6, 512), draw(1024, 512, seed=1)
+    with torch.no_grad():
+        torch.testing.assert_close(module.linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@LARGE
+def test_what_pytorch_refuses_is_refused_in_its_words():
+    x, weight = draw(6, 512), draw(1024, 512, seed=1)
+    for wrong in ((x, weight, draw(1023)), (x, weight, draw(1024).double()), (draw(1)[0], weight)):
+        with torch.no_grad(), pytest.raises(RuntimeError) as said:
+            F.linear(*wrong)
+        with torch.no_grad(), pytest.raises(RuntimeError) as heard:
+            module.linear(*wrong)
+        assert str(heard.value) == str(said.value)
+
+
+@LARGE
+def test_a_trace_records_the_product():
+    layer, x = Linear(512, 1024), draw(3, 512)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(layer, (x,))(x), F.linear(x, layer.weight, layer.bias))

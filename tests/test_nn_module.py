@@ -285,3 +285,14 @@ def test_norms_go_by_blocks_of_rows(monkeypatch, kind, gated, groups):
     monkeypatch.setattr(norm, "direct", lambda tensors: False)  # PyTorch's own derivatives, of the whole
     agree(again, run(1, torch.float64, twice=True))
     agree(truth, {n: z for n, z in run(1, torch.float64, twice=True).items() if n in truth})
+
+
+def test_many_gradients_of_a_norm_at_once():
+    from chunkwise.nn import rms_norm
+
+    x, w = torch.randn(5, 32).requires_grad_(), torch.randn(32).requires_grad_()
+    y, some = rms_norm(x, w), torch.randn(3, 5, 32)
+    at_once = torch.autograd.grad(y, (x, w), some, is_grads_batched=True, retain_graph=True)
+    for i, d in enumerate(some):
+        for many, one in zip(at_once, torch.autograd.grad(y, (x, w), d, retain_graph=True)):
+            torch.testing.assert_close(many[i], one)

@@ -273,6 +273,7 @@ def test_nothing_in_nothing_out(op, sizes):
         o, S = op(call.x, initial_state=S0, output_final_state=True, cu_seqlens=cu, form=form)
         d = torch.autograd.grad(o.sum() + (S * 2).sum(), [*call.x.values(), S0], allow_unused=True)
         assert o.shape == (case.B, case.T, 4, 3) and torch.equal(S, S0)
+        assert op({n: t.detach() for n, t in call.x.items()}, cu_seqlens=cu, form=form)[0].shape == o.shape
         assert all((g == 0).all() for g in d[:-1] if g is not None) and (d[-1] == 2).all()
 
 

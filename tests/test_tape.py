@@ -187,3 +187,23 @@ def test_a_step_still_refuses_slots_that_are_not_there():
             decode(BASIC, x, pool, torch.tensor([2]), backend="fast")
         with pytest.raises(ValueError, match="no gradient"):
             decode(BASIC, {**x, "q": x["q"].clone().requires_grad_()}, pool, torch.tensor([2]))
+
+
+def test_a_tensor_given_twice_is_two_inputs():
+    """Calls alike in all but that one tensor stood for two: each has the results of its own."""
+    for op in (BASIC, next(op for op in OPS if op.name == "linear_attn")):
+        x, S0 = drawn(op, 0)
+        o = dict(initial_state=S0, output_final_state=True)
+        for now in ({**x, "k": x["q"]}, {**x, "k": x["q"]}, x):
+            alike(op(now, **o), anew(op, now, **o))
+
+
+def test_steps_under_inference_mode_leave_others_alone():
+    x, S0 = drawn(BASIC, 0)
+    o = dict(initial_state=S0, output_final_state=True)
+    with torch.inference_mode():
+        for _ in range(2):
+            BASIC(x, **o)
+    with torch.no_grad():
+        for _ in range(2):
+            alike(BASIC(x, **o), anew(BASIC, x, **o))

@@ -50,7 +50,7 @@ class Decided:
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """A key of a call: everything it depends on but the numbers in its tensors."""
     about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
-    return (*names, torch.is_grad_enabled(), *about)
+    return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
 
 
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:

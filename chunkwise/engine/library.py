@@ -195,7 +195,7 @@ def forward_mode() -> bool:
 
 def watched() -> bool:
     """Whether somebody traces, transforms or listens."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return True
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 

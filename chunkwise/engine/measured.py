@@ -16,14 +16,15 @@ from typing import Any
 from .problem import Problem, power_of_two
 
 FOLDER = Path(__file__).parent / "tuned"
-Key = tuple[str, str, str, str, int, int, int, int, bool]
-KEY = ("kernel", "gate", "rule", "dtype", "K", "V", "C", "heads", "packed")
+Key = tuple[str | int | bool, ...]
+KEY = ("kernel", "gate", "rule", "bonus", "erase", "before", "dtype", "precision", "K", "V", "C", "heads", "packed")
 
 
 def key(kernel: str, p: Problem) -> Key:
     """What a measurement holds for: a kernel of a cell, type and head sizes, and, to a power of two, the heads of all sequences."""
     heads = power_of_two(p.N * p.HV + 1) // 2
-    return kernel, str(p.gate), str(p.rule), str(p.dtype).removeprefix("torch."), p.K, p.V, p.C, heads, p.cu_seqlens is not None
+    cell = str(p.gate), str(p.rule), p.bonus, p.erase, p.before
+    return kernel, *cell, str(p.dtype).removeprefix("torch."), p.precision, p.K, p.V, p.C, heads, p.cu_seqlens is not None
 
 
 def file_name(card: str) -> str:

@@ -220,7 +220,7 @@ def _pooled(p: Problem, rows: Rows, pool: Tensor, slots: Sequence[int], size: in
             b += 1
         here, near = slots[a:b], dense and all(y == x + 1 for x, y in zip(slots[a:b], slots[a + 1 : b]))
         if here[0] >= 0:
-            to = None if near or b == a + 1 else torch.tensor(here)
+            to = None if near or b == a + 1 else torch.tensor(here, device="cpu")
             S = pool[here[0] : here[0] + b - a] if to is None else pool.index_select(0, to)
             work = (S if S.dtype is p.compute else S.to(p.compute)).contiguous()
             yield States(a, work, work)
@@ -246,7 +246,7 @@ def forward(
     cpu = x.q.device.type == "cpu"
     rows, made = Rows(p, x.q.device, slots is not None or not cpu), list[Tensor]()
     tokens, hn = _tokens(p, x, rows), rows.h * rows.n
-    size = min(rows.count, max(1, BLOCK // (hn * p.K * p.V))) if cpu else rows.count
+    size = max(1, min(rows.count, BLOCK // (hn * p.K * p.V)) if cpu else rows.count)
     if slots is None and rows.alive == [p.N] and size == rows.count:  # one token, no loops
         S, into = _whole(p, rows, S0, final)
         return rows.put(_step(p, tokens, S, into, size * hn).mul_(p.scale)), None if into is None else rows.leave(into), None

@@ -67,6 +67,7 @@ class Notes(Listener):
 def tape(call: Callable[..., Made], tensors: Sequence[Tensor | None]) -> tuple[Made, Callable[..., Made] | None]:
     """call(*tensors), and a function that does the same to other tensors of these types and strides, in one thread at a time; None where
     that is not to be had. What a call does may depend on nothing but types and strides."""
+    tensors = [None if t is None else t.detach() for t in tensors]  # two of them where one is given twice
     before = [None if t is None else _twin(t) for t in tensors]
     with torch.no_grad(), Notes() as notes:
         out = call(*tensors)

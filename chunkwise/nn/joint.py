@@ -18,11 +18,18 @@ from .linear import Linear
 MANY = 512  # tokens: for fewer, putting the weights side by side costs more than it spares
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether the module, or every module, has hooks."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    every = nn.modules.module
+    shared = (every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks, every._global_backward_pre_hooks)
+    return any(own) or any(shared)
+
+
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether the module is its parameters and nothing else, so that another may compute what calling it would."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     own = all(type(p) is nn.Parameter for p in module._parameters.values() if p is not None)
-    return type(module) in kinds and own and not any(hooks) and "forward" not in vars(module)
+    return type(module) in kinds and own and not hooked(module) and "forward" not in vars(module)
 
 
 def together(x: Tensor, *maps: nn.Module, merge: int = 1) -> list[Tensor]:

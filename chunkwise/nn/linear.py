@@ -15,6 +15,10 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN takes this product: few rows by a large weight in float32 on a CPU, without gradients, nobody watching."""
     if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32 or weight.numel() < LEAST:
         return False
+    if weight.ndim != 2 or not x.ndim or bias is not None and not (
+        bias.shape == weight.shape[:1] and bias.dtype is torch.float32 and bias.is_contiguous() and bias.is_cpu
+    ):
+        return False
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if wanted or not 0 < x.numel() <= ROWS * weight.shape[1] or x.shape[-1] != weight.shape[1] or not direct((x, weight, bias)):
         return False
