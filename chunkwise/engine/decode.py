@@ -66,7 +66,8 @@ def decode(
     op: a member or its name. inputs: its tensors by name, [N, T, ...] as for the member's own function, or packed [1, tokens, ...] with
     `cu_seqlens` [N + 1]; "qkv" [N, T, 2 H K + HV V], one projection, may stand for q, k and v.
     pool: [slots, HV, K, V], or [slots, HV, V, K] with state_v_first, of float32, bfloat16 or float16 (float64 with float64 inputs); slots
-    may lie further apart than they are long. States are computed in float32 and rounded where they are stored.
+    may lie further apart than they are long. States are computed in float32 and rounded where they are stored. A new sequence begins with
+    `chunkwise.prefill(..., fresh=...)`: zeros in a slot are no empty state for every member (not for abc).
     index: [N] int32 or int64, each sequence's slot; None: sequence i is in slot i. A negative slot: the sequence is skipped, its output
     is 0. No two sequences may write one slot.
 

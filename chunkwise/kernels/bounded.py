@@ -22,7 +22,7 @@ def score_bounded_kernel(
     sk, T, HV, scale,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
-    PAIRS: tl.constexpr, HALVES: tl.constexpr,  # M and T too; what grad_key.py asks of the chunk
+    PAIRS: tl.constexpr, HALVES: tl.constexpr,  # M and T too; what grad_key_blocks.py asks of the chunk
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, g, Tinv, M, qd, kd, kr are descriptors of [B, heads, T, columns], not pointers
 ):  # fmt: skip

@@ -11,8 +11,9 @@ NEAR: no channel of the block forgets more than 2^LIMIT in a half of the chunk, 
 which blocks are so; a kernel each does those and the others.
 
 Everything of a block of channels is held transposed, [BK, C]: what is computed is the left operand of its products, from registers, and dM
-serves as itself and transposed from one copy in shared memory. Blocks of fewer than 64 keys make ptxas 12.8 build wgmma descriptors from
-registers nobody wrote: always 64 of them, however few there are.
+serves as itself and transposed from one copy in shared memory. In chunks of 64, blocks of fewer than 64 keys make ptxas 12.8 build wgmma
+descriptors from registers nobody wrote: on Hopper always 64 of them, however few there are. Chunks of 16 and 32 are narrow operands
+themselves: with 64 some of their gradients were built that way, so they have 32 at most.
 """
 
 import triton

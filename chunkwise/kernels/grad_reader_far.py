@@ -1,4 +1,4 @@
-"""grad_reader.py where a chunk forgets more than one factor holds: pairs meet by halves, as in score.py and grad_key.py.
+"""grad_reader.py where a chunk forgets more than one factor holds: pairs meet by halves, as in score.py and grad_key_blocks.py.
 
 x~ = x e^(sum of its gates) of every level, so the gate's gradient is the sum of x~ dx~ over the same tokens: nothing cancels. A pair i = j
 does not decay and is kept apart.

@@ -5,7 +5,8 @@ become (x e^(G_i - a)) . (y e^(a - G_j)) to be a matrix product, and a positive 
 level s the rows of every odd block of s rows meet the columns of the block before it, and a is the log decay at their border.
 A token is a row or a column of a level, never both: one exponential a channel and level. The diagonal has no decay.
 The border lies before the row, so a row hears nothing of later tokens, rounding included: causality is bitwise. (The gradients of
-grad_key.py, which need no such thing, stop at blocks whose gates sum to no more than LIMIT: all pairs there meet around the middle.)
+grad_key_blocks.py, which need no such thing, stop at blocks whose gates sum to no more than LIMIT: all pairs there meet around the
+middle.)
 Exponents are sums of gates (0/1 matrix times g), not differences of prefix sums: nothing cancels.
 """
 
