@@ -9,7 +9,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 TEXT := data/shakespeare
 DEMO := runs/demo
 # The steps make the result the same from run to run; the minutes keep a slow machine on time. Two threads are faster on an idle
-# machine, but where other programs want the same cores they wait for each other: several times slower (docs/facts/tests.md).
+# machine, but where other programs want the same cores they wait for each other: several times slower (docs/facts/models.md).
 DEMO_OPTIONS := --mixer gated_delta_rule --steps 800 --minutes 1.6 --threads 1
 
 .PHONY: demo test coverage lint types clean
