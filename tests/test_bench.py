@@ -139,12 +139,12 @@ def test_the_command_writes_what_it_measured_and_from_what(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["nobody"], "nobody"), (["gla", "--shape", "S9"], "S9"), (["gla", "--shape", "1,2,3"], "1,2,3"),
+        (["nobody"], "nobody"), (["gla", "--shape", "S9"], "must be one of grid; S1;"), (["gla", "--shape", "1,2,3"], "1,2,3"),
         (["gla", "--shape", "1,8,2,3,4,4"], "HV=3"), (["gla", "--shape", "2,8,1,1,4,4,3"], "B=2"),
         (["gla", "--shape", "1,0,1,1,4,4"], "T >= 1"),
         (["gla", "--dtype", "int8"], "int8"), (["gla", "--gates", "none"], "none"), (["gla", "--form", "parallel"], "parallel"),
         (["gla", "--peer", "cublas"], "cublas"), (["gla", "--device", "tpu"], "tpu"), (["gla", "--threads", "-1"], "--threads"),
-        (["--table", "--into", "no/such.md"], "no/such.md"),
+        (["--table", "--into", "no/such.md"], "there is no no/such.md here; run it in a clone, or name files by --into"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(arguments, named, capsys):
@@ -354,6 +354,23 @@ def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
     assert again() == 0 and readme.read_text() == text and "was up to date" in capsys.readouterr().out
     readme.write_text(begin)
     assert again() == 2
+
+
+def test_tables_are_written_all_or_none_and_never_emptied(tmp_path, capsys):
+    begin, end = table.BEGIN.format("speed"), table.END.format("speed")
+    (good := tmp_path / "good.md").write_text(text := f"{begin}\nold\n{end}\n")
+    (bare := tmp_path / "bare.md").write_text("no markers")
+    append(tmp_path / "results", [row(OURS, 0.5)])
+
+    def refused(*files: Path, out: str = "results") -> str:
+        assert call("bench", "--table", "--out", tmp_path / out, *(x for file in files for x in ("--into", file))) == 2
+        assert good.read_text() == text
+        return capsys.readouterr().err
+
+    assert f"there is no {tmp_path / 'absent.md'} here" in refused(good, tmp_path / "absent.md")
+    said = refused(good, bare)
+    assert "bare.md has no place for a table" in said and all(table.BEGIN.format(name) in said for name in table.TABLES)
+    assert refused(good, out="nowhere") == f"chunkwise: --table: no results under {tmp_path / 'nowhere'}\n"
 
 
 @pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md", "docs/speed.md"))))

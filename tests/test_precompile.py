@@ -125,6 +125,7 @@ REFUSALS = {
     "way": ("--way sideways", "ways must be among training"),
     "chunk": ("--chunk 48", "chunk_size must be among 16, 32, 64"),
     "precision": ("--precision low", "precision must be among ieee, tf32"),
+    "unmeasured card": ("--card abacus", "there are no measured configs of 'abacus' (there are: "),
     "jobs": ("--jobs -1", "--jobs must be at least 0"),
 }
 

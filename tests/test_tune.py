@@ -94,7 +94,13 @@ def test_kernels_of_a_call_are_seen_with_their_configs(folder):
     assert [(u.kernel, u.config) for u in tuner.uses(call)] == [("inverse", tune.config("inverse", posed()))]
 
 
-@pytest.mark.parametrize("arguments, named", [(["gla"], "no GPU"), (["gla", "--jobs", "0"], "--jobs"), (["nobody"], "nobody")])
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["gla"], "no GPU"), (["gla", "--jobs", "0"], "--jobs"), (["nobody"], "chunkwise: no member 'nobody'"),
+        (["gla", "--kernel", "corn"], "--kernel must be among"), (["gla", "--dtype", "float64"], "float16, float32, got float64"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_tuned_is_refused_in_one_line(arguments, named, capsys):
     if named == "no GPU" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -83,14 +83,14 @@ class Case:
 def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16", gates: str = "slow", pool: str = "") -> Case:
     """Check a request. Raises ValueError naming what was wanted and what was given."""
     if op not in all_ops():
-        raise ValueError(f"bench: no member {op!r}; there are {', '.join(all_ops())}")
+        raise ValueError(f"no member {op!r}; there are {', '.join(all_ops())}")
     forms = ("auto", *all_ops()[op].forms)
     if form not in forms:
-        raise ValueError(f"bench: {op} has no {form!r} form; it has {', '.join(forms)}")
+        raise ValueError(f"{op} has no {form!r} form; it has {', '.join(forms)}")
     if dtype not in DTYPES:
-        raise ValueError(f"bench: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if gates not in GATES:
-        raise ValueError(f"bench: gates must be slow or fast, got {gates!r}")
+        raise ValueError(f"gates must be slow or fast, got {gates!r}")
     N = 0
     if shape in SHAPES:
         sizes = SHAPES[shape]
@@ -99,22 +99,22 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
         N, dtype = GRID[shape].get("N", 0), GRID[shape].get("dtype", dtype)
     else:
         if not re.fullmatch(r"\d+(,\d+){5,6}", shape):
-            named = "; ".join((*SHAPES, *GRID))
-            raise ValueError(f"bench: shape must be one of {named}; or B,T,H,HV,K,V[,N], got {shape!r}")
+            named = "; ".join(("grid", *SHAPES, *GRID))
+            raise ValueError(f"shape must be one of {named}; or B,T,H,HV,K,V[,N], got {shape!r}")
         *given, N = [int(x) for x in shape.split(",")][:7] + [0] * (6 - shape.count(","))
         sizes = dict(zip(SIZES, given))
     for n, size in sizes.items():
         if size < 1:
-            raise ValueError(f"bench: shape must have {n} >= 1, got {shape!r}")
+            raise ValueError(f"shape must have {n} >= 1, got {shape!r}")
     if sizes["HV"] % sizes["H"]:
-        raise ValueError(f"bench: shape must have HV a multiple of H={sizes['H']}, got HV={sizes['HV']}")
+        raise ValueError(f"shape must have HV a multiple of H={sizes['H']}, got HV={sizes['HV']}")
     if N and sizes["B"] != 1:
-        raise ValueError(f"bench: shape packs N={N} sequences into one row: B must be 1, got B={sizes['B']}")
+        raise ValueError(f"shape packs N={N} sequences into one row: B must be 1, got B={sizes['B']}")
     c = Case(op=op, form=form, shape=shape, **sizes, N=N, dtype=dtype, gates=gates, pool=pool)
     if pool and (pool not in POOLS or dtype == "float64"):
-        raise ValueError(f"bench: pool must be one of {', '.join(POOLS)}, for dtypes other than float64, got {pool!r} for {dtype}")
+        raise ValueError(f"pool must be one of {', '.join(POOLS)}, for dtypes other than float64, got {pool!r} for {dtype}")
     if pool and (not c.decode or N or form != "auto"):
-        raise ValueError(f"bench: a pool needs form auto and {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
+        raise ValueError(f"a pool needs form auto and {RECURRENT_BELOW} tokens or fewer, not packed; got {form}, {shape!r}")
     return c
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from .case import GRID, SHAPES, SIZES
 from .measure import OURS, PASSES
-from .record import load
 
 BEGIN = "<!-- {}: made by `chunkwise bench --table` from bench/results; do not edit -->"
 END = "<!-- {}: end -->"
@@ -201,20 +200,25 @@ TABLES: Mapping[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {
 }  # fmt: skip
 
 
-def write(file: Path, out: Path) -> bool:
-    """Put the tables between the markers a file has; say whether it changed. Raises ValueError where it has none, or not both of a pair."""
-    old = new = file.read_text() if file.exists() else ""
-    places = 0
+def fill(files: Iterable[Path], rows: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """The texts of files with the tables between the markers they have; nothing is written. Raises ValueError naming a file that is absent,
+    that has no markers, or not both of a pair."""
+    return {file: _filled(file, rows) for file in files}
+
+
+def _filled(file: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    if not file.is_file():
+        raise ValueError(f"bench: there is no {file} here; run it in a clone, or name files by --into")
+    text, places = file.read_text(), 0
     for name, made in TABLES.items():
         begin, end = BEGIN.format(name), END.format(name)
-        if begin not in new and end not in new:
+        if begin not in text and end not in text:
             continue
-        if new.count(begin) != 1 or new.count(end) != 1 or new.index(begin) > new.index(end):
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise ValueError(f"bench: {file} has no place for the table: it needs the lines {begin!r} and {end!r}")
-        new = f"{new[: new.index(begin) + len(begin)]}\n\n{made(load(out))}\n{new[new.index(end) :]}"
+        text = f"{text[: text.index(begin) + len(begin)]}\n\n{made(rows)}\n{text[text.index(end) :]}"
         places += 1
     if not places:
-        raise ValueError(f"bench: {file} has no place for a table: it needs the lines {BEGIN.format(name)!r} and {END.format(name)!r}")
-    if new != old:
-        file.write_text(new)
-    return new != old
+        pairs = " or ".join(f"{BEGIN.format(name)!r} and {END.format(name)!r}" for name in TABLES)
+        raise ValueError(f"bench: {file} has no place for a table: it needs the lines {pairs}")
+    return text

@@ -16,10 +16,18 @@ TABLES = (Path("README.md"), Path("docs/decode.md"), Path("docs/speed.md"))
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Members (see chunkwise ops); none: those of q, k, v, g and beta alone.")] = None,
     form: Annotated[str, typer.Option(help="auto, chunk, fused_chunk, recurrent or parallel.")] = "auto",
-    shape: Annotated[list[str] | None, typer.Option(help="S1, S2, S3, grid or B,T,H,HV,K,V[,N: packed sequences]; again for more.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="S1, S2, S3, grid or B,T,H,HV,K,V[,N: packed sequences]; again for more; none: S1.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, float32 on a CPU.")] = "auto",
     gates: Annotated[str, typer.Option(help="slow: a quarter of the heads never forget; fast.")] = "slow",
-    pool: Annotated[str, typer.Option(help="Instead of the form a step of chunkwise.decode in a pool: float32, bfloat16, -vk.")] = "",
+    pool: Annotated[
+        str,
+        typer.Option(
+            help="Instead of the form a step of chunkwise.decode in a pool: "
+            "float32, bfloat16, float32-vk or bfloat16-vk (vk: values first)."
+        ),
+    ] = "",
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Forward and forward+backward, or forward alone.")] = True,
     peer: Annotated[list[str] | None, typer.Option(help="Another library, again for more; all, or none.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -39,15 +47,20 @@ def bench(
     from chunkwise.bench.case import case, plain, shapes
     from chunkwise.bench.measure import OURS, Bench, select
     from chunkwise.bench.record import append, load
-    from chunkwise.bench.table import latest, show, write
+    from chunkwise.bench.table import fill, latest, show
     from chunkwise.spec import all_ops
 
     if table:
         with refusing(ValueError):
             rows = load(out or RESULTS)
-            changed = {file: write(file, out or RESULTS) for file in into or TABLES}
+            texts = fill(into or TABLES, rows)
+        if not latest(rows):
+            raise Refusal(f"--table: no results under {out or RESULTS}")
         show(latest(rows))
-        for file, new in changed.items():
+        for file, text in texts.items():
+            new = text != file.read_text()
+            if new:
+                file.write_text(text)
             print(f"{file} {'is new' if new else 'was up to date'}")
         return
     where = _device(device)

@@ -13,17 +13,19 @@ from transformers import TrainerCallback
 
 from .curve import draw_curve
 
+NONE = "–"  # no loss yet
+
 
 class Progress(TrainerCallback):
     """Shows step, loss and tokens per second; redraws the curve at every evaluation."""
 
     def __init__(self, budget: Any, headline: str, tokens: int, curve: Path) -> None:
         self.budget, self.headline, self.tokens, self.curve = budget, headline, tokens, curve
-        text = "{task.fields[step]} steps  {task.fields[speed]:,.0f} tokens/s  loss {task.fields[loss]:.3f}"
+        text = "{task.fields[step]} steps  {task.fields[speed]:,.0f} tokens/s  loss {task.fields[loss]}"
         columns = BarColumn(), TextColumn("{task.percentage:3.0f}%"), TextColumn(text), TimeElapsedColumn()
         self.bar = Bar(*columns, console=Console(stderr=True))
-        self.task = self.bar.add_task("training", total=1.0, step=0, speed=0.0, loss=float("nan"))
-        self.loss = float("nan")
+        self.task = self.bar.add_task("training", total=1.0, step=0, speed=0.0, loss=NONE)
+        self.loss = NONE
         self.steps, self.busy, self.begun = 0, 0.0, 0.0  # steps taken here, seconds spent in them
 
     def __enter__(self) -> Progress:
@@ -48,12 +50,14 @@ class Progress(TrainerCallback):
         self.busy += time.monotonic() - self.begun
         self.steps += 1
         share = self.budget.share(state.global_step)
-        self.bar.update(self.task, completed=share, step=state.global_step, speed=self.speed, loss=self.loss)
+        self.bar.update(self.task, completed=share, step=state.global_step, speed=self.speed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.loss = logs.get("loss", self.loss)
+        if "loss" in logs:
+            self.loss = f"{logs['loss']:.3f}"
+            self.bar.update(self.task, loss=self.loss)
         key = f"eval_{self.headline}"
         if key in logs:
             figure = f"validation {self.headline.replace('_', ' ')} {logs[key]:.3f}"
-            self.say(f"step {state.global_step:5d}  loss {self.loss:.3f}  {figure}  {self.speed:,.0f} tokens/s")
+            self.say(f"step {state.global_step:5d}  loss {self.loss}  {figure}  {self.speed:,.0f} tokens/s")
             draw_curve(state.log_history, self.headline, self.curve)

@@ -325,7 +325,9 @@ def precompile(
     _check("ways", ways, WAYS)
     _check("chunk_size", [chunk_size], CHUNKS)
     _check("precision", [precision], ("ieee", "tf32"))
-    _check("card", [card], ("", *cards()))
+    if card and card not in cards():
+        known = f"(there are: {', '.join(cards()) or 'none'})"
+        raise ValueError(f"precompile: there are no measured configs of {card!r} {known}; `chunkwise tune` makes them on the card")
     for label, numbers in (("sizes", sizes), ("groups", [(n,) for n in groups]), ("loads", loads), ("jobs", [(jobs or 1,)])):
         for some in numbers:
             if any(n < 1 for n in some):
