@@ -65,6 +65,10 @@ def test_what_chunkwise_has_not_is_refused_by_name(tmp_path):
             imported("GLAConfig")(clamp_min=-1.0)
         with pytest.raises(ValueError, match="gla: chunkwise does not know invented"):
             imported("GLAConfig")(invented=1)
+        with pytest.raises(ValueError, match="hgrn2: expand_ratio must divide hidden_size = 64, got 128"):
+            imported("HGRN2Config")(hidden_size=64)
+        with pytest.raises(ValueError, match="hgrn2: num_heads must divide hidden_size = 64, got None"):
+            imported("HGRN2Config")(hidden_size=64, expand_ratio=None)
         with pytest.raises(ImportError, match="RWKV7ForCausalLM"):
             from fla.models import RWKV7ForCausalLM  # noqa: F401
         model = imported("GLAForCausalLM")(imported("GLAConfig")(**sizes))

@@ -82,6 +82,11 @@ def test_a_model_s_linear_maps_are_adopted():
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items()) and len(before) == len(model.state_dict())
 
 
+def test_what_is_no_model_is_not_adopted():
+    with pytest.raises(TypeError, match="adopt_linear: model must be a torch.nn.Module, got str"):
+        adopt_linear("model")
+
+
 @pytest.mark.parametrize("op", all_mixers())
 def test_layers_are_made_of_it(op):
     with torch.device("meta"):

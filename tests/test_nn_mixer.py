@@ -257,6 +257,7 @@ def test_layer_refuses_inputs_and_states_that_do_not_fit():
         layer(draw(2, 4, D), cu_seqlens=torch.tensor([0, 4, 8]))
     with pytest.raises(ValueError, match="mixer must be one of"):
         mixer_class("mamba7")
+    assert list(all_mixers()) == sorted(all_mixers())  # as errors list them
 
 
 def test_layers_by_class_name():

@@ -26,7 +26,7 @@ def markdown() -> str:
     for layout in LAYOUTS:
         base = layout.architecture.removesuffix("ForCausalLM")
         names = ", ".join(f"`{base}{kind}`" for kind in ("Config", "Model", "ForCausalLM"))
-        lines.append(f"| `fla.models`: {names} | the chunkwise model, mixer `{layout.mixer}` | |")
+        lines.append(f"| `fla.models`: {names} | the chunkwise model, mixer `{layout.mixer}` | {layout.note} |")
     other: dict[str, list[str]] = {}
     for path, thing in surface():
         where, _, name = path.rpartition(".")

@@ -49,6 +49,7 @@ class Layout:
     deduce: Callable[[ChunkwiseConfig], Fields] = lambda config: {}  # further fields of theirs
     read: Callable[[State, ChunkwiseConfig], State] = lambda state, config: state
     write: Callable[[State, ChunkwiseConfig], State] = lambda state, config: state
+    note: str = ""  # what else differs, for docs/compat.md
 
     def __str__(self) -> str:
         return self.model_type

@@ -42,10 +42,11 @@ def _arrange(given: Fields, mixer: str) -> Fields:
         given |= {"mixer": SLIDING, "sliding_window": given["window_size"]}
     given.pop("window_size", None)
     if mixer == "hgrn2":
-        heads, ratio = given["num_heads"], given.pop("expand_ratio")
-        heads = given["hidden_size"] // ratio if ratio else heads  # as in fla, a ratio decides
-        ratio = ratio or given["hidden_size"] // heads
-        given |= {"num_heads": heads, "head_dim": ratio, "expand_v": given["hidden_size"] / heads / ratio}
+        D, heads, ratio = given["hidden_size"], given["num_heads"], given.pop("expand_ratio")
+        name, part = ("expand_ratio", ratio) if ratio else ("num_heads", heads)  # as in fla, a ratio decides
+        if (part or 0) < 1 or D % part:
+            raise ValueError(f"hgrn2: {name} must divide hidden_size = {D}, got {part}")
+        given |= {"num_heads": D // ratio if ratio else heads, "head_dim": ratio or D // heads, "expand_v": 1.0}
     if mixer == "precond_kda":  # fla preconditions by value heads here, ours by key heads
         if given.pop("num_v_heads", None) not in (None, given["num_heads"]):
             raise ValueError(f"precond_kda: num_v_heads must be num_heads = {given['num_heads']}, for fla preconditions each value head")
@@ -183,7 +184,8 @@ LAYOUTS = (
             defaults=dict(expand_k=1.0, expand_v=1.0, num_heads=4, feature_map="elementwise_product"),
             fixed={**AFFINE, "tie_feature_map_qk": (False,), "norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,)},
             ours={"use_gate": False, "use_short_conv": False},
-            values={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}}),
+            values={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}},
+            note="`feature_map` must be given: elu, relu or identity."),
     _layout("gated_deltaproduct", "GatedDeltaProduct", "gated_delta_product",
             {**HEADED, "use_output_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval", "num_householder": "num_householder",
              "use_forget_gate": "use_forget_gate"},
@@ -220,7 +222,7 @@ LAYOUTS = (
             defaults=dict(expand_ratio=1, use_short_conv=False, conv_size=4, use_lower_bound=True), fixed=AFFINE),
     _layout("hgrn2", "HGRN2", "hgrn2", {**HEADED, "use_lower_bound": "use_lower_bound"},
             defaults=dict(num_heads=None, expand_ratio=128, use_short_conv=False, conv_size=4, use_lower_bound=True),
-            fixed=AFFINE, ours=INNER, deduce=_hgrn2),
+            fixed=AFFINE, ours=INNER, deduce=_hgrn2, note="`expand_ratio` (128) must divide `hidden_size`."),
     _layout("transformer", "Transformer", FULL, {**SAME, "num_kv_heads": "num_kv_heads", "rope_theta": "rope_theta"},
             defaults=dict(num_heads=32, rope_theta=10000.0),
             fixed={**AFFINE, "qkv_bias": (False,), "qk_norm": (False,)}),

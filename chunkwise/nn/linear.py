@@ -45,7 +45,9 @@ class Linear(nn.Linear):
 
 def adopt_linear(model: nn.Module) -> int:
     """Let every torch.nn.Linear of a model, transformers' say, be a `Linear`: parameters, their names and training stay as they are.
-    Subclasses stay what they are. Returns how many there were."""
+    Subclasses stay what they are. Returns how many there were. Raises TypeError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"adopt_linear: model must be a torch.nn.Module, got {type(model).__name__}")
     found = [module for module in model.modules() if type(module) is nn.Linear]
     for module in found:
         module.__class__ = Linear

@@ -20,7 +20,7 @@ def all_mixers() -> Mapping[str, type[Mixer]]:
     """Every operator that has a layer, by the operator's name."""
     found: dict[str, type[Mixer]] = {}
     scans = (n for n, f in public_functions().items() if vars(f)["__chunkwise_op__"] is None)  # public, and outside the pipeline
-    for name in (*all_ops(), *scans):
+    for name in sorted((*all_ops(), *scans)):
         if importlib.util.find_spec(f"{__name__}.{name}") is not None:
             page = importlib.import_module(f"{__name__}.{name}")
             found[name] = next(x for x in vars(page).values() if _made_here(x, page.__name__))
