@@ -166,6 +166,14 @@ def test_checkpointing_changes_nothing(kind):
         model(x, use_cache=True)
 
 
+def test_who_listens_to_a_block_hears_its_output():
+    model, x = build(), ids(1, 6)
+    alone = model(x, output_hidden_states=True)
+    heard: list = []
+    model.model.layers[0].register_forward_hook(lambda block, given, output: heard.append(output[0]))
+    assert torch.equal(model(x).logits, alone.logits) and torch.equal(heard[0], alone.hidden_states[1])
+
+
 def test_hidden_states_and_tuples():
     model, x = build(), ids(1, 6)
     output = model(x, output_hidden_states=True)

@@ -101,10 +101,9 @@ class _Rows(torch.autograd.Function):
             d = iter(torch.autograd.grad(_plain(*given, *ctx.switches), wanted, dy, create_graph=True))
             return (*(next(d) if n else None for n in need[: len(given)]), *none)
         h, weight, bias, gate = given
-        many = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
-        if any(is_many(dy) for is_many in many):  # gradients at once: there is no room to write them into
-            made = _plain_backward(h, weight, bias, gate, dy, *ctx.switches)
-            return (*(d.to(t.dtype) if n and t is not None and d is not None else None for d, t, n in zip(made, given, need)), *none)
+        if torch.compiler.is_compiling() or _batched(dy):
+            at_once = _plain_backward(h, weight, bias, gate, dy, *ctx.switches)
+            return (*(d.to(t.dtype) if n and t is not None and d is not None else None for d, t, n in zip(at_once, given, need)), *none)
         dh, dgate = torch.empty_like(h), None if gate is None else torch.empty_like(gate)
         dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
         for rows in _stretches(h):
@@ -117,6 +116,11 @@ class _Rows(torch.autograd.Function):
                 dgate[rows] = dg
         made = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
         return (*(t if n else None for t, n in zip(made, need)), *none)
+
+
+def _batched(t: Tensor) -> bool:
+    """Many gradients at once, which cannot be written into room for one."""
+    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
 
 
 def _stretches(h: Tensor) -> list[slice]:
