@@ -63,7 +63,7 @@ def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=Fa
     p = replace(posed(x, gate, rule, C=C, cu=cu), fixed=fixed)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
-    got = scans(p, x, index(p), S0, do, dST)[0] if only_scans else staged(p, x, do, S0, dST)
+    got = scans(p, x, index(p), S0, do, dST, None)[0] if only_scans else staged(p, x, do, S0, dST)
     truth, _ = chunk.backward(posed(double(x), gate, rule, C=C, cu=cu), double(x), S0.double(), None, do.double(), dST.double())
     plain, _ = chunk.backward(p, x, S0, None, do, dST)
     eps = torch.finfo(x.q.dtype).eps
