@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..spec import Output, Streams
 from .dispatch import run
-from .library import PLAIN, Pass, watched
+from .library import PLAIN, Pass, trim, watched
 from .prologue import prologue
 from .raw import asks
 from .tape import Taped
@@ -76,6 +76,5 @@ def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: A
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
     if key is not None and len(passes) == 1 and op.passes is None and not numbers:
         CALLS[key] = Decided(op, inputs, o, passes[0])
-        while len(CALLS) > KEPT:
-            CALLS.pop(next(iter(tuple(CALLS))), None)  # another thread may have been quicker
+        trim(CALLS, KEPT)
     return out

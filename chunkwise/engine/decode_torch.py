@@ -13,7 +13,7 @@ from torch import Tensor
 from ..spec import Form, Op
 from .call import TENSORS, Decided, hashed
 from .dispatch import run
-from .library import Pass, direct, watched
+from .library import Pass, direct, trim, watched
 from .pool import Where, sequences, store
 from .problem import compute_dtype
 from .tape import Made, Taped
@@ -70,8 +70,7 @@ def keep(key: Any, step: Step) -> None:
     """For later calls alike."""
     if step.decided.taped is not None:
         STEPS[key] = step
-        while len(STEPS) > KEPT:
-            STEPS.pop(next(iter(tuple(STEPS))), None)  # another thread may have been quicker
+        trim(STEPS, KEPT)
 
 
 @torch.no_grad()

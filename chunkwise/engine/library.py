@@ -193,6 +193,12 @@ def forward_mode() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def trim(kept: dict[Any, Any], most: int) -> None:
+    """Let the oldest go until no more than `most` are left."""
+    while len(kept) > most:
+        kept.pop(next(iter(tuple(kept))), None)  # another thread may have been quicker
+
+
 def watched() -> bool:
     """Whether somebody traces, transforms or listens."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:

@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from . import cuda
 from .launch import AMD, heard
+from .library import trim
 from .problem import given
 from .program import Operator, Program
 from .record import Described, Launch, Recorder, Unfit, View, begin
@@ -138,8 +139,7 @@ def replay(
     recipe = RECIPES.get(key)
     if recipe is None:
         recipe = RECIPES[key] = _bound(record(tensors, hosts, device, ahead), device) or hosts
-        while len(RECIPES) > KEPT:
-            RECIPES.pop(next(iter(tuple(RECIPES))), None)  # another thread may have been quicker
+        trim(RECIPES, KEPT)
     if seat is not None:
         seat.keep(recipe)
     return recipe(*tensors)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .fingerprint import remember
 from .launch import HERE, READY, kind
+from .tape import Listener
 from .tune import Config
 
 META = torch.device("meta")
@@ -83,7 +83,7 @@ class Torch:
     outs: tuple[int | None, ...]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Listener):
     """Notes what happens under it in its thread."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -96,11 +96,6 @@ class Recorder(TorchDispatchMode):
         self.inputs = [None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META) for t in tensors]
         for t in self.inputs:
             self._add(Base("input", torch.empty(0, device=META) if t is None else t))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would else import its compiler, seconds, only to keep it away: what is compiled never comes here."""
-        return False
 
     def __enter__(self) -> Recorder:
         HERE.recorder = self
