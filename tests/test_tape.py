@@ -143,6 +143,16 @@ def test_nothing_of_a_call_is_kept():
     assert not any(ref() is not None for ref in seen)
 
 
+def test_only_a_single_token_is_taped():
+    """What chunks do may depend on numbers, kernels are no operators of PyTorch's, and a tape keeps all that is made on the way."""
+    for T, taped in (1, True), (40, False):
+        call.CALLS.clear()
+        x, _ = drawn(BASIC, 0, T=T)
+        for _ in range(2):
+            BASIC(x)
+        assert [d.taped is not None for d in call.CALLS.values()] == [taped]
+
+
 def test_a_call_that_looks_at_numbers_is_not_taped():
     x = torch.ones(3)
     made, again = tape(lambda t: (t * 2 if t.sum() > 0 else t,), [x])

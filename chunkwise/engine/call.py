@@ -32,7 +32,8 @@ class Decided:
         self.settings = {n: o[n] for n in op.settings}
         self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
         self.turn = bool(o["state_v_first"])
-        self.taped = Taped(self.run) if not made.grad and getattr(made.plan, "straight", bool)(made.p) else None
+        straight = getattr(made.plan, "straight", None)  # without it, what a plan does may depend on numbers, or goes past PyTorch
+        self.taped = Taped(self.run) if straight is not None and not made.grad and straight(made.p) else None
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
         call = self.run if self.taped is None or torch.is_autocast_enabled("cpu") else self.taped
