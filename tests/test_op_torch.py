@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from oracle import OPS, Case, engine, ids, make
+from oracle import OP_FORMS, OPS, Case, definition, engine, ids, make, same
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,22 @@ def test_compiles_whole_with_any_length(op):
         got, want = (torch.autograd.grad([t.sum() for t in f(call.x, call.S0)], list(call.leaves().values())) for f in (compiled, layer))
         for name, a, b in zip(call.leaves(), got, want):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("op, form", OP_FORMS, ids=ids)
+def test_what_one_mode_keeps_serves_the_others(op, form):
+    """Heads that no other test has: what is kept between calls is made under the first mode."""
+    fake = FakeTensorMode()
+    for heads, mode in ((11, torch.inference_mode()), (13, fake)):
+        call = make(op, Case(T=9, H=heads, K=3, V=3))
+        plain = {n: t.detach() for n, t in call.x.items()}
+        faked = {n: fake.from_tensor(t) for n, t in plain.items()}
+        with mode:
+            op(faked if mode is fake else plain, form=form.value)
+        got = engine(call, form=form.value)
+        same(got, definition(call), form.value)
+        with fake:
+            assert op(faked, form=form.value)[0].shape == got["o"].shape
 
 
 @every

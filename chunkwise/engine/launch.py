@@ -18,6 +18,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .constant import constant as constant_of
 from .tune import Config
 
 if TYPE_CHECKING:
@@ -87,17 +88,10 @@ def launch(kernel: Any, grid: int, *args: Any, config: Config, **switches: Any) 
 
 
 def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """make(*key, device), a tensor that never changes, made once. What the capture of a graph makes belongs to the graph."""
-    kept: dict[Any, Tensor] = {}
+    """`constant.constant`; what is being recorded notes that it takes one."""
+    kept = constant_of(make)
 
     def get(*key: Any, device: torch.device) -> Tensor:
-        if HERE.recorder is not None:
-            return HERE.recorder.constant(partial(get, *key))
-        found = kept.get((key, device))
-        if found is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return make(*key, device)
-            found = kept[key, device] = make(*key, torch.device("cpu")).to(device)  # there when this returns, for every stream
-        return found
+        return kept(*key, device=device) if HERE.recorder is None else HERE.recorder.constant(partial(get, *key))
 
     return get

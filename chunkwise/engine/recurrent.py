@@ -135,6 +135,7 @@ def _readers(p: Problem, q: Tensor, r: Tensor | None, key: Tensor | None, rows: 
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _bags(rows: int, readers: int, K: int) -> tuple[Tensor, Tensor]:
     """Which lines of so many states each reader adds up, and where its lines begin."""
     lines = torch.arange(rows * K, dtype=torch.int32, device="cpu").view(rows, 1, K).expand(rows, readers, K)

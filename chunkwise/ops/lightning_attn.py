@@ -8,21 +8,21 @@ Qin, Sun, Li, Shen, Sun, Zhong. Lightning Attention-2: A Free Lunch for Handling
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from ..engine.constant import constant
 from ..recurrence import read, write
 from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
 
 
-@cache
+@constant
 def log_decay(H: int, layer_idx: int, num_layers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Natural logarithm of every head's forget factor: [H]. Built once a device, so that a call copies nothing to it."""
+    """Natural logarithm of every head's forget factor: [H]."""
     slope = -8 / H * (1 - layer_idx / num_layers)
-    return (slope * torch.arange(H, dtype=torch.float64)).to(dtype).to(device)
+    return (slope * torch.arange(H, dtype=torch.float64, device=device)).to(dtype)
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers:
 
 def lower(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Streams:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return Streams(q, k, v, g=log_decay(v.shape[2], layer_idx, num_layers, dtype, q.device))
+    return Streams(q, k, v, g=log_decay(v.shape[2], layer_idx, num_layers, dtype, device=q.device))
 
 
 LIGHTNING_ATTN = Op(

@@ -8,20 +8,20 @@ Sun, Dong, Huang, Ma, Xia, Xue, Wang, Wei. Retentive Network: A Successor to Tra
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from ..engine.constant import constant
 from ..recurrence import read, write
 from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
 
 
-@cache
+@constant
 def log_gamma(H: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Natural logarithm of every head's forget factor: [H]. Built once a device, so that a call copies nothing to it."""
-    return torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64))).to(dtype).to(device)
+    """Natural logarithm of every head's forget factor: [H]."""
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64, device=device))).to(dtype)
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lower(q: Tensor, k: Tensor, v: Tensor) -> Streams:
-    return Streams(q, k, v, g=log_gamma(v.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32, q.device))
+    return Streams(q, k, v, g=log_gamma(v.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device))
 
 
 RETENTION = Op(
