@@ -180,19 +180,17 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
                 S counts the cached columns too.
             cache: the states of earlier calls, a transformers Cache; `past_key_values` is its older name.
             use_cache: return the cache; default config.use_cache outside training, False in training.
-            packing: the plan of this call, when the caller has made it from the three arguments before.
+            packing: the plan of this call, when the caller has made it (`plan`).
 
         Raises:
             ValueError: shapes and options that contradict each other, naming them.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         if output_attentions:
             raise ValueError("output_attentions: linear-attention layers form no attention matrix")
-        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self.open(cache, past_key_values, use_cache)
         if packing is None:
-            packing = self.plan(x, attention_mask, position_ids, cu_seqlens, cache)
+            packing = self.plan(input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if packing.documents and cache is not None and ATTENTION.keys() & set(cast(list, self.config.layer_types)):
             if use_cache or cache.get_seq_length() > 0:
                 raise ValueError("packed documents leave no cache in a model with attention layers: pass use_cache=False")
@@ -235,9 +233,13 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
         return None if cache is None and not use_cache else open_cache(self.config, cache)
 
     def plan(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None
-    ) -> Packing:
-        """How the call x [B, T, ...] is laid out: `nn.plan_packing` with what the cache knows."""
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
+        cu_seqlens: Tensor | None, cache: Cache | None,
+    ) -> Packing:  # fmt: skip
+        """How the call is laid out: `nn.plan_packing` with what the cache knows."""
+        x = input_ids if inputs_embeds is None else inputs_embeds
+        if x is None or input_ids is not None and inputs_embeds is not None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         seen = None if cache is None else tokens_seen(cache)
         if seen is None and cache is not None and position_ids is None and (past := cache.get_seq_length()) > 0:
             # Attention layers alone: they count columns, and the mask tells which of them are real.
@@ -299,14 +301,11 @@ class ChunkwiseForCausalLM(ChunkwisePreTrainedModel, GenerationMixin):
             raise ValueError("logits_to_keep cuts the positions that labels need: give one, not both")
         if cu_seqlens is None:
             cu_seqlens = cu_seq_lens_q
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = self.model.open(cache, past_key_values, use_cache)
-        packing = self.model.plan(given, attention_mask, position_ids, cu_seqlens, cache)
+        packing = self.model.plan(input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
         output = self.model(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, cu_seqlens,
-            packing=packing, output_hidden_states=output_hidden_states, output_attentions=output_attentions, return_dict=True,
+            input_ids, attention_mask, cache=cache, inputs_embeds=inputs_embeds, use_cache=use_cache, packing=packing,
+            output_hidden_states=output_hidden_states, output_attentions=output_attentions, return_dict=True,
         )  # fmt: skip
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep > 0 else logits_to_keep
         hidden, logits, loss = output.last_hidden_state, None, None
