@@ -341,7 +341,7 @@ def test_the_grid_is_a_line_for_a_shape_and_a_column_for_a_member():
 
 
 def test_the_table_goes_between_its_markers_and_nowhere_else(tmp_path, capsys):
-    (begin, end), (steps, last), _ = ((table.BEGIN.format(name), table.END.format(name)) for name in table.TABLES)
+    (begin, end), (steps, last), *_ = ((table.BEGIN.format(name), table.END.format(name)) for name in table.TABLES)
     (readme := tmp_path / "README.md").write_text(f"before\n{begin}\nstale\n{end}\nbetween\n{steps}\n{last}\nafter\n")
     pooled = case("gla", shape="64,1,2,2,4,4", pool="float32-vk").record
     append(tmp_path / "results", [row(OURS, 0.5), *(row(who, ms, case=pooled) for who, ms in ((OURS, 0.0625), ("fla-core", 0.125)))])
@@ -373,7 +373,7 @@ def test_tables_are_written_all_or_none_and_never_emptied(tmp_path, capsys):
     assert refused(good, out="nowhere") == f"chunkwise: --table: no results under {tmp_path / 'nowhere'}\n"
 
 
-@pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md", "docs/speed.md"))))
+@pytest.mark.parametrize("name, file", list(zip(table.TABLES, ("README.md", "docs/decode.md", "docs/modules.md", "docs/speed.md"))))
 def test_documents_show_the_results_of_the_repository(name, file):
     text, begin, end = (README.parent / file).read_text(), table.BEGIN.format(name), table.END.format(name)
     made = table.TABLES[name](load(README.parent / "bench" / "results"))

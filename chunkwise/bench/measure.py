@@ -20,7 +20,7 @@ from . import peer as library
 from .autotuner import build_side_by_side, tune_in_turns
 from .case import POOLS, Case, Inputs, draw
 from .clock import Samples, Side, Time, peak, race
-from .count import ceiling, count, floor
+from .count import Ceiling, Count, ceiling, count, floor
 from .peer import Work
 from .proof import Proof, detached, part, prove
 from .record import surroundings
@@ -119,19 +119,31 @@ def select(wanted: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if not isinstance(error, TookTooLong) else str(error)
 
 
 def _milliseconds(s: Samples) -> dict[str, float]:
     return {n: round(1e3 * t, 6) for n, t in s._asdict().items()}
+
+
+def timed(side: Side, t: Time, need: Count, most: Ceiling) -> dict[str, Any]:
+    """What a row says about time."""
+    least, seconds = floor(need, most), t.work.p50
+    return {
+        "method": side.method, "note": side.why,
+        "ms": _milliseconds(t.work), "eager_ms": _milliseconds(t.eager), "host_ms": _milliseconds(t.host),
+        "tb_s": need.bytes / seconds / 1e12, "tflop_s": need.flop / seconds / 1e12,
+        "floor_ms": 1e3 * least, "to_floor": seconds / least,
+        "ceiling": {"tb_s": most.bytes / 1e12, "tflop_s": most.flop / 1e12},
+    }  # fmt: skip
 
 
 class Bench:
@@ -156,7 +168,7 @@ class Bench:
         with turn(self.lock, alone=False):
             x = draw(c, self.device)
             works = self._works(x)
-            _free(self.device)
+            free(self.device)
         with turn(self.lock, alone=True):
             proof = prove(c, x, any(PASSES[p] for p in self.passes))
             for p in self.passes:
@@ -176,11 +188,11 @@ class Bench:
                         self._first(name, made)
                     works[name] = made
                 except Exception as error:
-                    why = _reason(error)
+                    why = reason(error)
             if why:
                 self.absent[name] = why
                 self.say(f"{name}: absent: {why}")
-            _free(self.device)
+            free(self.device)
         return works
 
     def _first(self, name: str, w: Work) -> None:
@@ -212,8 +224,8 @@ class Bench:
                     rows[who]["peak_extra_bytes"] = peak(side)
                     sides[who] = side
             except Exception as error:
-                rows[who] |= {"wrong": True, "why": _reason(error)}
-        _free(device)
+                rows[who] |= {"wrong": True, "why": reason(error)}
+        free(device)
         times = race(sides, self.rounds, BUDGET[device.type]) if sides else {}
         for who, side in sides.items():
             if side.graph is not None:  # what is timed must be right too
@@ -224,7 +236,7 @@ class Bench:
             self._time(rows[who], side, times[who], need, most)
         for side in sides.values():
             side.graph = side.kept = None
-        _free(device)
+        free(device)
         return list(rows.values())
 
     def _proof(self, who: str, proof: Proof, x: Inputs, backward: bool) -> Proof:
@@ -248,15 +260,8 @@ class Bench:
         where = surroundings(self.device)
         return {**where, "case": self.c.record, "pass": name, "who": who, "version": version, "ran": [], "absent": dict(self.absent)}
 
-    def _time(self, row: dict[str, Any], side: Side, t: Time, need: Any, most: Any) -> None:
-        least, seconds = floor(need, most), t.work.p50
-        row |= {
-            "method": side.method, "note": side.why,
-            "ms": _milliseconds(t.work), "eager_ms": _milliseconds(t.eager), "host_ms": _milliseconds(t.host),
-            "tb_s": need.bytes / seconds / 1e12, "tflop_s": need.flop / seconds / 1e12,
-            "floor_ms": 1e3 * least, "to_floor": seconds / least,
-            "ceiling": {"tb_s": most.bytes / 1e12, "tflop_s": most.flop / 1e12},
-        }  # fmt: skip
+    def _time(self, row: dict[str, Any], side: Side, t: Time, need: Count, most: Ceiling) -> None:
+        row |= timed(side, t, need, most)
         if getattr(library.peers().get(row["who"]), "truth", None) is not None:
             for n in ("tb_s", "tflop_s", "floor_ms", "to_floor"):
                 del row[n]  # counted for the member, not for another function

@@ -70,6 +70,11 @@ def _norms(t: Tensor, axes: str) -> tuple[Tensor, Tensor]:
     return t.norm(), t.norm()[None] if head is None else t.movedim(head, 0).flatten(1).norm(dim=1)
 
 
+def allowed(honest: float, factor: float, eps: float) -> float:
+    """The largest relative error: so many honest ones and roundings, at most half of the dtype's digits."""
+    return min(factor * (honest + eps), eps**0.5)
+
+
 def _relative(wrong: Tensor, size: Tensor) -> Tensor:
     return torch.where(wrong == 0, torch.zeros_like(wrong), wrong / size)
 
@@ -106,10 +111,10 @@ class Proof:
             size, by_head = _norms(t, axes[n])
             bad, bad_head = (_relative(*z) for z in zip(_norms(got.double() - t, axes[n]), (size, by_head)))
             fair, fair_head = (_relative(*z) for z in zip(_norms(self.honest[n].double() - t, axes[n]), (size, by_head)))
-            allowed = min(factor * (fair.item() + eps), eps**0.5)
-            errors[n] = {"error": bad.item(), "worst_head": bad_head.max().item(), "allowed": allowed}
-            if not bad.item() <= allowed or not bool((bad_head <= factor * (fair_head + eps)).all()):  # NaN is never <=
-                wrong.append(f"{n} is off by {bad.item():.1e}, by {bad_head.max().item():.1e} in the worst head; {allowed:.1e} is allowed")
+            most = allowed(fair.item(), factor, eps)
+            errors[n] = {"error": bad.item(), "worst_head": bad_head.max().item(), "allowed": most}
+            if not bad.item() <= most or not bool((bad_head <= factor * (fair_head + eps)).all()):  # NaN is never <=
+                wrong.append(f"{n} is off by {bad.item():.1e}, by {bad_head.max().item():.1e} in the worst head; {most:.1e} is allowed")
         return errors, "; ".join(wrong)
 
 

@@ -147,6 +147,34 @@ def _steps(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) ->
     return [*text, ""]
 
 
+def _modules(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Modules of chunkwise.nn: milliseconds, and the share of the floor; the most memory beyond inputs."""
+    others, cases = _runs(rows)
+    unit = "milliseconds" if threads else "milliseconds of the device / of an eager call, MiB beyond the inputs"
+    heads = ["module", "pass", "floor", OURS, *others, "floor / ours", "fastest other / ours", "error of ours"]
+    text = [
+        f"**{name}{f', {threads} threads' if threads else ''}** ({_days(rows)}), {rows[0]['case']['dtype']}, {unit}:",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|" + "---|" * len(heads),
+    ]
+    for run in cases:
+        own = run[OURS]
+        floor, share = ("", "") if own["wrong"] else (f"{own['floor_ms']:.3g}", f"{100 / own['to_floor']:.0f} %")
+        cells = [_time(r) + _memory(r) for r in (run.get(n) for n in (OURS, *others))]
+        text.append(
+            f"| {own['case']['op']}, {own['case']['shape']} | {own['pass']} | {floor} | {' | '.join(cells)} | {share} | "
+            f"{_ratio(own, [r for n, r in run.items() if n != OURS])} | {worst(own)[1]:.0e} |"
+        )
+    mine = [run[OURS] for run in cases]
+    absent = {f"{who}, {r['case']['op']}, {r['case']['shape']}": why for r in mine for who, why in r["absent"].items()}
+    return [*text, "", *(f"- {who}: {why}" for who, why in absent.items()), ""]
+
+
+def _memory(row: Mapping[str, Any] | None) -> str:
+    return "" if row is None or row.get("peak_extra_bytes") is None else f", {row['peak_extra_bytes'] / 2**20:.0f}"
+
+
 def _grid(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """How many times the fastest other's time ours is under, a line for a shape and a column for a member; then every time."""
     _, cases = _runs(rows)
@@ -186,17 +214,18 @@ def markdown(rows: Iterable[Mapping[str, Any]], kind: str = "calls") -> str:
     groups: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
     for row in latest(row for row in rows if _kind(row["case"]) == kind):
         groups.setdefault((row["device"], row["threads"]), []).append(row)
-    one = {"calls": _device, "grid": _grid, "steps": _steps}[kind]
+    one = {"calls": _device, "grid": _grid, "steps": _steps, "modules": _modules}[kind]
     text = [x for (name, threads), group in sorted(groups.items(), key=str) for x in one(name, threads, group)]
     return "\n".join(text) if text else NOTHING
 
 
 def _kind(c: Mapping[str, Any]) -> str:
-    return "steps" if c.get("pool") else "grid" if c["shape"] in GRID else "calls"
+    return "modules" if "module" in c else "steps" if c.get("pool") else "grid" if c["shape"] in GRID else "calls"
 
 
 TABLES: Mapping[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {
-    "speed": markdown, "speed of steps": partial(markdown, kind="steps"), "speed of the grid": partial(markdown, kind="grid"),
+    "speed": markdown, "speed of steps": partial(markdown, kind="steps"), "speed of modules": partial(markdown, kind="modules"),
+    "speed of the grid": partial(markdown, kind="grid"),
 }  # fmt: skip
 
 

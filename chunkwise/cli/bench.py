@@ -10,14 +10,18 @@ import typer
 from .refusal import Failure, Refusal, refusing
 
 RESULTS = Path("bench/results")
-TABLES = (Path("README.md"), Path("docs/decode.md"), Path("docs/speed.md"))
+TABLES = (Path("README.md"), Path("docs/decode.md"), Path("docs/modules.md"), Path("docs/speed.md"))
 
 
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Members (see chunkwise ops); none: those of q, k, v, g and beta alone.")] = None,
     form: Annotated[str, typer.Option(help="auto, chunk, fused_chunk, recurrent or parallel.")] = "auto",
+    module: Annotated[
+        list[str] | None, typer.Option(help="Instead of members: a module of chunkwise.nn by its name, again for more; all.")
+    ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="S1, S2, S3, grid or B,T,H,HV,K,V[,N: packed sequences]; again for more; none: S1.")
+        list[str] | None,
+        typer.Option(help="S1, S2, S3, grid or B,T,H,HV,K,V[,N: packed sequences]; again for more; none: S1. Of modules: B,T,D."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, float32 on a CPU.")] = "auto",
     gates: Annotated[str, typer.Option(help="slow: a quarter of the heads never forget; fast.")] = "slow",
@@ -73,6 +77,11 @@ def bench(
     if threads:
         torch.set_num_threads(threads)
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
+    passes = ["forward", "forward+backward"] if backward else ["forward"]
+    if module:
+        if ops or pool or first_call:
+            raise Refusal("--module takes no members, --pool or --first-call")
+        return _modules(module, shape or [""], dtype, where, peer or ["none"], passes, repeat or None, turns, out)
     with refusing(ValueError):
         names = ops or [n for n, op in all_ops().items() if plain(op)]
         cases = [case(n, form, s, dtype, gates, pool) for n in names for s in shapes(shape or ["S1"])]
@@ -89,7 +98,6 @@ def bench(
     done: list[dict[str, Any]] = []
     failed: list[str] = []
     for c in cases:
-        passes = ["forward", "forward+backward"] if backward else ["forward"]
         say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
         try:
             b = Bench(
@@ -108,6 +116,42 @@ def bench(
     failed += [f"{r['case']['op']} {r['case']['shape']} {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
     if failed:
         raise Failure(f"wrong or failed: {', '.join(failed)}")
+
+
+def _modules(
+    names: list[str], shapes: list[str], dtype: str, where: Any, libraries: list[str], passes: list[str], rounds: int | None,
+    turns: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    from chunkwise.bench.case import DTYPES
+    from chunkwise.bench.measure import OURS
+    from chunkwise.bench.measure_module import ModuleBench
+    from chunkwise.bench.module import module, select, sizes
+    from chunkwise.bench.record import append
+    from chunkwise.bench.table import show
+
+    with refusing(ValueError):
+        chosen, others = select(names, libraries)
+        asked = [sizes(s, where) for s in shapes]
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    done: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for name in chosen:
+        for size in asked:
+            try:
+                m = module(name, where, DTYPES[dtype], size)
+                say = lambda line, m=m: print(f"{m.name}, {m.shape}: {line}", flush=True)  # noqa: E731
+                for row in ModuleBench(m, where, others, passes=passes, rounds=rounds, lock=turns, say=say).rows():
+                    done.append(row)
+                    if out is not None:
+                        append(out, [row])
+            except Exception as error:
+                failed.append(name)
+                print(f"{name}: failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+    show(done)
+    failed += [f"{r['case']['op']}, {r['case']['shape']}, {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
+    if failed:
+        raise Failure(f"wrong or failed: {'; '.join(failed)}")
 
 
 def _device(name: str) -> Any:
