@@ -135,7 +135,7 @@ def test_tensors_past_two_to_the_31_numbers(op):
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
         pytest.skip("needs 100 GiB")
-    one = {n: t.to("cuda", torch.bfloat16) for n, t in op.draw(sizes).items()}
+    one = {n: t.to(torch.bfloat16) for n, t in op.draw(sizes, device="cuda").items()}
     whole = {n: t.expand(B, *t.shape[1:]).contiguous() if op.args[n].per_token else t for n, t in one.items()}
 
     def made(x):
