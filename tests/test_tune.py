@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ pytest.importorskip("triton")
 from chunkwise.bench import tuner  # noqa: E402
 from chunkwise.cli import main  # noqa: E402
 from chunkwise.engine import measured, tune  # noqa: E402
+from chunkwise.engine.config import Card, Config  # noqa: E402
 from chunkwise.engine.problem import problem  # noqa: E402
-from chunkwise.engine.tune import Card, Config  # noqa: E402
 from chunkwise.spec import Gate, Rule, Streams  # noqa: E402
 
 CARD = "NVIDIA Test 9000"
@@ -42,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 def test_what_was_measured_goes_before_the_rule_for_such_problems_alone(folder):
     ruled = tune.config("grad", posed())
     fast = replace(ruled, num_warps=8)
-    measured.save(CARD, {measured.key("grad", posed()): asdict(fast)}, {"date": "today"})
+    measured.save(CARD, {measured.key("grad", posed()): fast}, {"date": "today"})
     assert (folder / "nvidia_test_9000.json").exists() and measured.cards() == ["nvidia_test_9000"]
     assert tune.config("grad", posed()) == tune.config("grad", posed(B=1, HV=15)) == fast  # 8 to 15 heads in all
     for other in (posed(B=4), posed(K=128), posed(V=32), posed(dtype=torch.float16), posed(B=1)):
@@ -52,19 +53,58 @@ def test_what_was_measured_goes_before_the_rule_for_such_problems_alone(folder):
 
 def test_a_later_measurement_replaces_the_same_one_and_keeps_the_others(folder):
     one, two = (measured.key(name, posed()) for name in ("grad", "inverse"))
-    configs = [asdict(Config(64, 64, w, 2)) for w in (1, 2, 4)]
+    configs = [Config(64, 64, w, 2) for w in (1, 2, 4)]
     measured.save(CARD, {one: configs[0], two: configs[1]}, {})
     measured.save(CARD, {one: configs[2]}, {})
     assert measured.load(CARD) == {one: configs[2], two: configs[1]} and measured.load("another") == measured.load("") == {}
-    (folder / "nvidia_test_9000.json").write_text("{}")
-    with pytest.raises(ValueError, match="nvidia_test_9000.json"):
-        measured.load(CARD)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda d: {}, "no file of measured"), (lambda d: d | {"configs": [3]}, r"configs\[0\] must have kernel, .* got 3"),
+        (lambda d: d | {"configs": d["configs"] * 2 + [{"kernel": "grad"}]}, r"configs\[2\] must have .*, got kernel"),
+        (lambda d: row(d, K="64"), "K must be of type int, got '64'"), (lambda d: row(d, config={"BK": 64}), "must have BV, got BK"),
+        (lambda d: row(d, config=[]), r"a config must have BK, .* got \[\]"),
+        *((lambda d, f=f, x=x: row(d, config=d["configs"][0]["config"] | {f: x}), said) for f, x, said in (
+            ("warps", 4, "has no 'warps', but BK"), ("num_warps", 3, "num_warps must be 1, 2, 4, 8 or 16, got 3"),
+            ("tma", 1, "tma must be true"), ("num_stages", True, "num_stages must be 1 to 16, got True"),
+            ("BV", 48, "BV must be 0 or a power of two, got 48"),
+            ("registers", 1000, "registers must be null or 16 to 255, got 1000"),
+        )),
+    ],
+)  # fmt: skip
+def test_a_file_that_was_broken_is_refused_by_name(folder, change, named, capsys, monkeypatch):
+    file = measured.save(CARD, {measured.key("grad", posed()): Config(64, 64, 4, 2)}, {})
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    measured.measured.cache_clear()
+    for asks in (lambda: measured.load(CARD), lambda: tune.config("grad", posed())):
+        with pytest.raises(ValueError, match=f"nvidia_test_9000.json.*{named}"):
+            asks()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
+    with pytest.raises(SystemExit) as end:  # before anything is tried
+        main(["tune", "gla"])
+    assert end.value.code == 2 and "nvidia_test_9000.json" in capsys.readouterr().err
+
+
+def row(d: dict, **change: object) -> dict:
+    """The file with one row's entries changed."""
+    return d | {"configs": [d["configs"][0] | change]}
+
+
+def test_what_was_measured_in_other_blocks_of_keys_is_refused(folder):
+    """Sums go over them: a result would have other bits."""
+    ruled = tune.config("grad", posed())
+    measured.save(CARD, {measured.key("grad", posed()): replace(ruled, BK=2 * ruled.BK)}, {})
+    with pytest.raises(ValueError, match=f"nvidia_test_9000.json: grad must have blocks of {ruled.BK} keys, got {2 * ruled.BK}"):
+        tune.config("grad", posed())
 
 
 def test_the_package_s_own_files_are_read():
     for card in measured.cards():
-        for fields in measured.load(card).values():
-            assert Config(**fields).num_warps in (1, 2, 4, 8)
+        assert measured.load(card)
 
 
 def test_candidates_change_one_thing_and_never_the_sums():

@@ -11,16 +11,17 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.config import Config
 from ..engine.crew import Crew
 from ..engine.measured import Key, key
 from ..engine.problem import Problem
-from ..engine.tune import RULES, Config, padded
+from ..engine.tune import RULES, padded
 from .case import Case, draw
 from .clock import Side, race
 from .measure import ours
@@ -195,6 +196,6 @@ def text(c: Config) -> str:
     return ", ".join([f"BK {c.BK} BV {c.BV} warps {c.num_warps} stages {c.num_stages}", *more])
 
 
-def fields(winners: Sequence[Winner]) -> dict[Key, dict[str, Any]]:
+def kept(winners: Sequence[Winner]) -> dict[Key, Config]:
     """As engine/measured.py keeps them."""
-    return {w.use.key: asdict(w.config) for w in winners}
+    return {w.use.key: w.config for w in winners}

@@ -30,7 +30,7 @@ def tune(
     from chunkwise import __version__
     from chunkwise.bench import tuner
     from chunkwise.bench.case import case, plain, shapes
-    from chunkwise.engine.measured import save
+    from chunkwise.engine.measured import load, save
     from chunkwise.spec import all_ops
 
     if jobs < 1 or repeat < 0:
@@ -47,6 +47,9 @@ def tune(
         raise Refusal("tune: PyTorch sees no GPU: configs are measured on the card they are for")
     device = torch.device("cuda", torch.cuda.current_device())
     card = torch.cuda.get_device_name(device)
+    with refusing(ValueError):  # broken files first: calls read the package's, and what is kept goes into the other
+        for folder in (None, out):
+            load(card, folder)
     about = {"date": datetime.date.today().isoformat(), "chunkwise": __version__, "torch": torch.__version__}
     failed = []
     for c in cases:
@@ -59,6 +62,6 @@ def tune(
         for w in won:
             say(f"{w.use.kernel}: {tuner.text(w.config)} instead of {tuner.text(w.use.config)}, {w.before:.4f} -> {w.ms:.4f} ms")
         if won and not dry:
-            say(f"kept in {save(card, tuner.fields(won), about, out)}")
+            say(f"kept in {save(card, tuner.kept(won), about, out)}")
     if failed:
         raise Failure("; ".join(failed))

@@ -18,8 +18,8 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .config import Config
 from .constant import constant as constant_of
-from .tune import Config
 
 if TYPE_CHECKING:
     from .record import Recorder

@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .config import Config, read
 from .problem import Problem, power_of_two
 
 FOLDER = Path(__file__).parent / "tuned"
 Key = tuple[str | int | bool, ...]
-KEY = ("kernel", "gate", "rule", "bonus", "erase", "before", "dtype", "precision", "K", "V", "C", "heads", "packed")
+KEY: dict[str, type] = dict(
+    kernel=str, gate=str, rule=str, bonus=bool, erase=bool, before=bool, dtype=str, precision=str,
+    K=int, V=int, C=int, heads=int, packed=bool,
+)  # fmt: skip
 
 
 def key(kernel: str, p: Problem) -> Key:
@@ -37,29 +42,49 @@ def cards() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
-def load(card: str, folder: Path | None = None) -> dict[Key, dict[str, Any]]:
-    """By key the fields of a Config. Raises ValueError naming a file that is none of ours."""
-    file = (folder or FOLDER) / f"{file_name(card)}.json"
+def at(card: str, folder: Path | None = None) -> Path:
+    """A card's file."""
+    return (folder or FOLDER) / f"{file_name(card)}.json"
+
+
+def load(card: str, folder: Path | None = None) -> dict[Key, Config]:
+    """What was measured, by key. Raises ValueError naming the file, the row and the field that is wrong."""
+    file = at(card, folder)
     if not card or not file.exists():
         return {}
     try:
         rows = json.loads(file.read_text())["configs"]
-        return {tuple(row[n] for n in KEY): row["config"] for row in rows}
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return dict(_row(f"configs[{i}]", row) for i, row in enumerate(rows))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise ValueError(f"tune: {file} is no file of measured configs") from None
+    except ValueError as error:
+        raise ValueError(f"tune: {file}: {error}") from None
+
+
+def _row(where: str, row: Any) -> tuple[Key, Config]:
+    if not isinstance(row, dict) or row.keys() != {*KEY, "config"}:
+        got = ", ".join(row) if isinstance(row, dict) else repr(row)
+        raise ValueError(f"{where} must have {', '.join(KEY)} and config, got {got}")
+    for name, kind in KEY.items():
+        if type(row[name]) is not kind:
+            raise ValueError(f"{where}: {name} must be of type {kind.__name__}, got {row[name]!r}")
+    try:
+        return tuple(row[n] for n in KEY), read(row["config"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 @cache
-def measured(card: str) -> Mapping[Key, dict[str, Any]]:
+def measured(card: str) -> Mapping[Key, Config]:
     """Those of the package, read once."""
     return load(card)
 
 
-def save(card: str, configs: Mapping[Key, dict[str, Any]], about: Mapping[str, Any], folder: Path | None = None) -> Path:
+def save(card: str, configs: Mapping[Key, Config], about: Mapping[str, Any], folder: Path | None = None) -> Path:
     """Add configs to a card's file, in place of what is there under the same keys; about: how they were measured."""
-    file = (folder or FOLDER) / f"{file_name(card)}.json"
+    file = at(card, folder)
     all_of = {**load(card, folder), **configs}
-    rows = [json.dumps({**dict(zip(KEY, k)), "config": all_of[k]}) for k in sorted(all_of)]
+    rows = [json.dumps({**dict(zip(KEY, k)), "config": asdict(all_of[k])}) for k in sorted(all_of)]
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {row}" for row in rows)
     file.write_text(f'{{"card": {json.dumps(card)}, "measured": {json.dumps(about)}, "configs": [\n{lines}\n]}}\n')

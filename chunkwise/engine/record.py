@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .config import Config
 from .fingerprint import remember
 from .launch import HERE, READY, kind
 from .tape import Listener
-from .tune import Config
 
 META = torch.device("meta")
 EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 
 from ..spec import Gate, Rule
-from .measured import key, measured
+from .config import Config, card
+from .measured import at, key, measured
 from .problem import Problem
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one kernel is built. BK, BV: columns of a block of keys and of values; tma: through the copy engine, where it can be;
-    registers: the most that a thread may have, so that more programs fit on a multiprocessor; None: as many as it wants; fuse: whether
-    the compiler may fuse products and sums of its own."""
-
-    BK: int
-    BV: int
-    num_warps: int
-    num_stages: int
-    tma: bool = True
-    registers: int | None = None
-    fuse: bool = True
-
-    @property
-    def launch(self) -> dict[str, int]:
-        most = {} if self.registers is None or not card().arch.startswith("sm_") else {"maxnreg": self.registers}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most, **({} if self.fuse else {"enable_fp_fusion": False})}
 
 
 @dataclass(frozen=True)
@@ -66,38 +45,6 @@ def even(pieces: int) -> Cut:
 WHOLE = even(1)
 LONG = 8192  # tokens from which a sequence is cut
 MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
-
-
-@dataclass(frozen=True)
-class Card:
-    """What kernels are built for and chosen by."""
-
-    arch: str  # "sm_90", "gfx942"
-    shared: int  # bytes of shared memory that a program can have
-    name: str = ""  # as its maker calls it; "": nobody knows
-
-    @property
-    def engine(self) -> bool:
-        """Whether a copy engine moves blocks that descriptors describe."""
-        return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
-
-
-def card() -> Card:
-    """The current device, as Triton's driver reports it; the interpreter passes for an H200."""
-    from triton import knobs
-    from triton.runtime import driver
-
-    if knobs.runtime.interpret:
-        return Card("sm_90", 227 << 10)
-    return _card(driver.active, driver.active.get_current_device())
-
-
-@cache
-def _card(driver: Any, device: Any) -> Card:
-    target = driver.get_current_target()
-    arch = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
-    name = torch.cuda.get_device_name(device) if isinstance(device, int) else driver.name  # of a stand-in: see precompile.py
-    return Card(arch, driver.utils.get_device_properties(device)["max_shared_mem"], name)
 
 
 def padded(n: int) -> int:
@@ -342,8 +289,11 @@ class Choice:
     rule: Callable[[Problem], Config]
 
     def __call__(self, p: Problem) -> Config:
-        fields = measured(card().name).get(key(self.kernel, p))
-        return self.rule(p) if fields is None else Config(**fields)
+        ruled, name = self.rule(p), card().name
+        found = measured(name).get(key(self.kernel, p))
+        if found is not None and found.BK != ruled.BK:  # sums go over keys: other blocks, other bits
+            raise ValueError(f"tune: {at(name)}: {self.kernel} must have blocks of {ruled.BK} keys, got {found.BK}; measure it again")
+        return found or ruled
 
 
 RULES: dict[str, Callable[[Problem], Config]] = {

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 
 from chunkwise import decode as step
 from chunkwise.engine import decode, plan_recurrent_triton, recurrent, stages_triton_recurrent
+from chunkwise.engine.config import Config
 from chunkwise.engine.dispatch import choose, run
 from chunkwise.engine.problem import Problem, problem
 from chunkwise.engine.prologue import activate_gate, l2norm
 from chunkwise.engine.raw import NOTHING, Raw
 from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
-from chunkwise.engine.tune import Config
 from chunkwise.spec import EXTRA_SIZES, Gate, Op, Rule, Streams, all_ops
 
 B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18

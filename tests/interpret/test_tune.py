@@ -11,7 +11,8 @@ from chunkwise.bench.case import case
 from chunkwise.bench.clock import Samples, Time
 from chunkwise.bench.peer import Work
 from chunkwise.engine import plan_triton
-from chunkwise.engine.tune import RULES, Config
+from chunkwise.engine.config import Config
+from chunkwise.engine.tune import RULES
 from chunkwise.spec import Gate, Rule
 
 
@@ -58,7 +59,7 @@ def test_a_case_is_tuned_by_what_keeps_its_bits(monkeypatch):
     assert "inverse BK 16 BV 0 warps 2 stages 1: other bits" in said
     assert {w.use.kernel: w.config for w in won} == {name: one[0] for name, one in ways.items()}
     assert all((w.before, w.ms) == (2e3, 1e3) for w in won)
-    assert all(tuner.fields(won)[w.use.key]["num_warps"] == w.config.num_warps for w in won)
+    assert all(tuner.kept(won)[w.use.key] == w.config for w in won)
     monkeypatch.setattr(Right, "why", "o is off")
     with pytest.raises(ValueError, match="o is off"):
         tuner.tune(c, torch.device("cpu"), rounds=1)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...engine.config import Config
 from ...engine.launch import launch
-from ...engine.tune import Config
 
 
 @cache
