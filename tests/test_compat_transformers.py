@@ -141,7 +141,10 @@ def test_patch_says_what_it_replaced_and_can_be_undone():
     from transformers.models.qwen3_5 import modeling_qwen3_5 as m
 
     before = dict(vars(m)), m.Qwen3_5TextModel.forward
+    norm = m.Qwen3_5RMSNormGated.forward
     patch = drop_in()
+    assert f"{m.__name__}.Qwen3_5RMSNormGated -> chunkwise.nn.rms_norm" in patch.replaced
+    assert m.Qwen3_5RMSNormGated.forward is not norm
     assert f"{m.__name__}.torch_chunk_gated_delta_rule -> fla.chunk_gated_delta_rule" in str(patch)
     assert m.torch_chunk_gated_delta_rule is not before[0]["torch_chunk_gated_delta_rule"]
     again = drop_in()
@@ -149,6 +152,16 @@ def test_patch_says_what_it_replaced_and_can_be_undone():
     again.undo()
     patch.undo()
     assert dict(vars(m)) == before[0] and m.Qwen3_5TextModel.forward is before[1]
+    assert m.Qwen3_5RMSNormGated.forward is norm
+
+
+def test_norms_of_another_kind_stay():
+    from transformers.models.falcon_h1 import modeling_falcon_h1 as falcon
+    from transformers.models.mamba2 import modeling_mamba2 as mamba
+
+    from chunkwise.compat.patch import _norms
+
+    assert [*_norms(falcon)] == [*_norms(mamba)] == []  # the first may gate before it norms, the second does
 
 
 def test_a_model_runs_without_a_graph_break():

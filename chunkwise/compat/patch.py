@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.norm import GATES, rms_norm
 from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
@@ -54,7 +55,8 @@ class Patch:
 def patch_transformers(*, replace: bool = False) -> Patch:
     """Make transformers' models run on chunkwise, those imported already and, through `install_as_fla`, those imported later.
 
-    Functions: whatever a model binds from fla and causal_conv1d. Models: documents that a call packs into one row, told by
+    Functions: whatever a model binds from fla and causal_conv1d. Output norms: root mean square norms with a gate become one pass.
+    Models: documents that a call packs into one row, told by
     `cu_seq_lens_q` or by `position_ids` that begin anew (without a cache), reach every layer: the convolutions and recurrences of the
     linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. An attention_mask of ones
     beside them is taken off. Reading `position_ids` synchronises with a GPU once a call, reading a mask beside documents once more,
@@ -82,6 +84,8 @@ def patch_transformers(*, replace: bool = False) -> Patch:
                 made[id(current)] = use_kernel_func_from_hub_with_fallback(function, package)(fallback)
             patch.change(module, name, made[id(current)], f"{module.__name__}.{name} -> {package}.{function} of chunkwise")
         if names or any(_binding(f) for f in vars(module).values()):
+            for cls in _norms(module):
+                patch.change(cls, "forward", _normed(cls.forward), f"{module.__name__}.{cls.__name__} -> chunkwise.nn.rms_norm")
             for cls in _models(module):
                 if not hasattr(cls.forward, "__chunkwise_documents__"):
                     patch.change(cls, "forward", _documents(cls.forward), f"{module.__name__}.{cls.__name__}: packed documents kept apart")
@@ -111,6 +115,33 @@ def _bound(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any], str, s
 
 def _within_ops(function: str) -> Any:
     return getattr(sys.modules.get(f"{FLA}.ops"), function, None)
+
+
+def _norms(module: ModuleType) -> Iterator[Any]:
+    """The module's own root mean square norms that are gated after their weight: of that signature, and of those results; not yet ours."""
+    for cls in list(vars(module).values()):
+        forward = vars(cls).get("forward") if isinstance(cls, type) and cls.__module__ == module.__name__ else None
+        if forward is None or hasattr(forward, "__chunkwise_norm__"):
+            continue
+        built, takes = (list(inspect.signature(f).parameters)[1:] for f in (cls.__init__, forward))
+        if built[:2] == ["hidden_size", "eps"] and {*built[2:]} <= {"activation", "kwargs"} and takes == ["hidden_states", "gate"]:
+            with torch.no_grad(), torch.device("cpu"):
+                norm = cls(4, eps=0.5).float()
+                x = torch.arange(-4.0, 4.0, dtype=torch.float32).view(2, 4)
+                norm.weight.copy_(x[1] + 1)
+                if getattr(norm, "activation", None) in GATES and torch.allclose(norm(x, 3 - x), _normed(forward)(norm, x, 3 - x)):
+                    yield cls
+
+
+def _normed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def normed(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return forward(self, hidden_states, gate)
+        return rms_norm(hidden_states, self.weight, eps=self.variance_epsilon, gate=gate, activation=self.activation)
+
+    normed.__chunkwise_norm__ = True  # type: ignore[attr-defined]
+    return normed
 
 
 def _models(module: ModuleType) -> Iterator[Any]:

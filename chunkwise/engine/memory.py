@@ -30,6 +30,8 @@ def _advise() -> Callable[[int, int], object] | None:
 def room(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; where it is large, Linux is asked to make it of huge pages. It may decline: nothing else changes."""
     out = torch.empty(shape, dtype=dtype, device=device)
+    if torch.compiler.is_compiling():
+        return out
     if out.nbytes >= LARGE and out.is_cpu and (advise := _advise()) is not None:
         first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages of ours alone
         advise(first, (out.data_ptr() + out.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..engine.memory import room
 from .activation import activation as activation_named
 from .boundary import check_device, define, present, uses_kernels
 from .norm import wide
@@ -26,11 +27,10 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _act(_taps(torch.cat([past, x], 1), w, bias), silu)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y = room(*x.shape, dtype=x.dtype, device=x.device)
         for n, a, b in _stretches(x):
-            y[n, a:b] = _act(_taps(_window(x[n], past[n], a, b), w, bias), silu)
+            z = _taps(_window(x[n], past[n], a, b), w, bias)
+            y[n, a:b] = nn.functional.silu(z) if silu else z
         return y
 
     @staticmethod
@@ -42,13 +42,14 @@ class _Taps(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, past, w, bias = ctx.saved_tensors
-        W = w.shape[0]
-        d = torch.zeros(x.shape[0], W - 1 + x.shape[1], x.shape[2], dtype=x.dtype, device=x.device)  # of past and x
+        (B, T, D), W = x.shape, w.shape[0]
+        d = room(B, W - 1 + T, D, dtype=x.dtype, device=x.device)  # of past and x
         dw, db = [torch.zeros_like(row) for row in w], None if bias is None else torch.zeros_like(bias)
-        for n, a, b in [(slice(None), 0, x.shape[1])] if torch.compiler.is_compiling() else _stretches(x):
+        for n, a, b in _stretches(x):
             rows, dz = _window(x[n], past[n], a, b), dy[n, a:b]
             if ctx.silu:
                 dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias))
+            d[n, a + W - 1 if a else 0 : b + W - 1] = 0
             for j in range(W):
                 d[n, a + j : b + j].addcmul_(dz, w[j])
                 dw[j] += (dz * rows[:, j : j + b - a]).sum((0, 1))
@@ -68,6 +69,8 @@ STRETCH = 1 << 18  # numbers that a block of tokens has, about
 def _stretches(x: Tensor) -> list[tuple[slice, int, int]]:
     """Samples, first and last token of every block. Blocks of long samples hold one each, and tokens by 16, for whole vectors of lanes."""
     B, T, D = x.shape
+    if torch.compiler.is_compiling():
+        return [(slice(None), 0, T)]
     n = max(16, STRETCH // max(1, D) // 16 * 16)
     group = max(1, STRETCH // max(1, T * D))
     return [(slice(i, i + group), a, min(T, a + n)) for i in range(0, B, group) for a in range(0, T, n)]
@@ -86,10 +89,6 @@ def _taps(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     for j in range(1, w.shape[0]):
         y = torch.addcmul(y, rows[:, j : j + T], w[j])
     return y if bias is None else y + bias
-
-
-def _act(z: Tensor, silu: bool) -> Tensor:
-    return nn.functional.silu(z) if silu else z
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..engine.library import direct
+from ..engine.memory import room
 from .activation import activation as activation_named
 from .boundary import check_device, define, present, uses_kernels
 
@@ -82,7 +83,7 @@ class _Rows(torch.autograd.Function):
     def forward(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, *switches: Any) -> Tensor:
         if len(stretches := _stretches(h)) == 1:
             return _plain(h, weight, bias, gate, *switches)
-        y = torch.empty(h.shape, dtype=switches[-1] or h.dtype, device=h.device)
+        y = room(*h.shape, dtype=switches[-1] or h.dtype, device=h.device)
         for rows in stretches:
             y[rows] = _plain(h[rows], weight, bias, None if gate is None else gate[rows], *switches)
         return y
@@ -104,7 +105,7 @@ class _Rows(torch.autograd.Function):
         if torch.compiler.is_compiling() or _batched(dy):
             at_once = _plain_backward(h, weight, bias, gate, dy, *ctx.switches)
             return (*(d.to(t.dtype) if n and t is not None and d is not None else None for d, t, n in zip(at_once, given, need)), *none)
-        dh, dgate = torch.empty_like(h), None if gate is None else torch.empty_like(gate)
+        dh, dgate = _like(h), None if gate is None else _like(gate)
         dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
         for rows in _stretches(h):
             some = None if gate is None else gate[rows]
@@ -116,6 +117,10 @@ class _Rows(torch.autograd.Function):
                 dgate[rows] = dg
         made = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
         return (*(t if n else None for t, n in zip(made, need)), *none)
+
+
+def _like(t: Tensor) -> Tensor:
+    return room(*t.shape, dtype=t.dtype, device=t.device)
 
 
 def _batched(t: Tensor) -> bool:
