@@ -144,6 +144,11 @@ def at_once(p: Problem) -> bool:
     return p.dtype != torch.float32 and p.V <= 128 and card().arch == "sm_90"
 
 
+def scaled(p: Problem) -> bool:
+    """Whether the reversed scan leaves beta U, which is dv, in U's place (delta): but for rows of a beta too small to divide by."""
+    return p.rule is Rule.DELTA and (p.gate is Gate.KEY or at_once(p))
+
+
 class Decayed(NamedTuple):
     """What the state pass reads in place of q, k and g: made by the score stage where gates are per key, or by the affine stage (dplr)."""
 
@@ -152,7 +157,7 @@ class Decayed(NamedTuple):
     kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases; affine: w~
     kr: Tensor  # [B, T, HV, K] k e^(G_C - G); affine: k~
     decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
-    near: Tensor | None  # for the gradients: [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
+    near: Tensor | None = None  # for the gradients: [slots, HV] uint8, whether a chunk's decays are in reach
     w: Tensor | None = None  # affine: [B, T, HV, K] b
 
 
@@ -266,7 +271,7 @@ def scan(
         sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends), firsts, at.most, LONG,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
-        SCALED=reverse and delta and at_once(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
+        SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
         OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..spec import Gate, Rule, Streams
 from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, exact, solves, switches
-from .stages_triton_score import limit, reach, sets
+from .stages_triton_score import reach, sets
 from .tune import config, padded
 
 
@@ -28,6 +28,14 @@ class Apart(NamedTuple):
     Mqw: Tensor  # [B, T, HV, C]
     near: Tensor  # [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
     middle: Tensor  # [slots, HV, K] G at the middle, log2 units, fp32
+
+
+def limit(p: Problem) -> float:
+    """Exponents of 2 a decayed operand of the gradients may have above zero, either side of the middle.
+
+    bf16 keeps its digits at any; fp16 overflows, fp32 loses digits of the sum.
+    """
+    return 60.0 if p.dtype == torch.bfloat16 else 4.0
 
 
 def _on(p: Problem, x: Streams) -> dict[str, object]:
@@ -84,7 +92,7 @@ def affine(
         affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, A, Mqw, qm, wm, km, bm, decay, near, middle,
         *places, BK=c.BK, HALVES=halves, LIMIT=limit(p), **on, config=c,
     )  # fmt: skip
-    return kept, Decayed(M, qm, wm if low_rank else None, km, decay, None, bm if low_rank else None), Apart(T, A, Mqw, near, middle)
+    return kept, Decayed(M, qm, wm if low_rank else None, km, decay, w=bm if low_rank else None), Apart(T, A, Mqw, near, middle)
 
 
 def grads(

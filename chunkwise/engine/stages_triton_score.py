@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.bounded import score_bounded_kernel
-from ..kernels.grad_key_blocks import grad_key_kernel
+from ..kernels.grad_key import grad_key_kernel, strength_kernel
+from ..kernels.grad_key_blocks import grad_key_blocks_kernel
 from ..kernels.score import GROUPED, score_kernel
 from ..spec import Rule, Streams
 from .launch import constant, descriptor, launch
 from .problem import Problem, given
 from .stages_triton import Decayed, Index, alike, can_describe, chunks, dense, described, exact, solves, switches
-from .tune import config
+from .tune import Config, card, config, padded
 
-
-def limit(p: Problem) -> float:
-    """Exponents of 2 a decayed operand of the gradients may have above zero, either side of the middle.
-
-    bf16 keeps its digits at any; fp16 overflows, fp32 loses digits of the sum.
-    """
-    return 60.0 if p.dtype == torch.bfloat16 else 4.0
+NOWHERE = -1.0  # as a reach: no chunk has forgotten less than nothing
 
 
 def reach(p: Problem) -> float | None:
-    """As `limit`, of the scores from the chunk's start; None: too little for a kernel of its own."""
+    """What rows may have forgotten since their chunk's start, as exponents of 2, to be scored from there; None: too little for a kernel."""
     return 100.0 if p.dtype == torch.bfloat16 else None
+
+
+def reach_back(p: Problem) -> float:
+    """The same of its gradients: bf16 keeps its digits at any exponent; fp16 overflows, fp32 loses digits of the sum."""
+    return {torch.bfloat16: 100.0, torch.float16: 8.0}.get(p.dtype, 4.0)
 
 
 def group(blocks: int) -> int:
@@ -75,16 +75,16 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
     def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    bound, pairs = reach(p), kept is None
+    pairs = kept is None
+    bound = reach(p) if pairs else reach_back(p)
     if kept is None:
         kept = empty(1 + delta, *tokens, p.C) if into is None else into
     M, T = kept[0], kept[-1]
     qd, kr = empty(*tokens, p.K), empty(*tokens, p.K)
     kd = empty(*tokens, p.K) if delta else kr
     decay = empty(at.slots, p.HV, p.K, dtype=torch.float32)
-    c = config("score_bounded", p) if pairs else replace(config("decay", p), BK=config("grad_key", p).BK)
-    NK = 1 if pairs else -(-p.K // c.BK)
-    near = (torch.zeros if pairs and bound is None else torch.empty)(at.slots, p.HV, NK, dtype=torch.uint8, device=device)
+    c = config("score_bounded" if pairs else "decay", p)
+    near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=device)
     g, beta, table = dense(x.g, q), dense(x.beta, q), sets(p, device)
     read, made, last = [q, e, k, g], [T, M, qd, kd, kr], (chunks(at, q), table, near)
     blocks, on = at.slots * p.HV, _on(p, x) | dict(IPT=solves(p))
@@ -94,8 +94,7 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
         made = [described(t, p.HV * t.shape[3], p.C, d) for t, d in zip(made, (p.C, p.C, c.BK, c.BK, c.BK))]
     launch(
         score_bounded_kernel, blocks, *read, beta, *last, *made, decay, sk, p.T, p.HV, p.scale, BK=c.BK, ERASE=x.e is not None,
-        PAIRS=pairs and bound is not None, HALVES=not pairs, LIMIT=(bound or 0.0) if pairs else limit(p),
-        TMA=tma, **on, config=c,
+        PAIRS=pairs and bound is not None, LIMIT=NOWHERE if bound is None else bound, TMA=tma, **on, config=c,
     )  # fmt: skip
     if pairs:
         c, n = config("score", p), group(blocks)
@@ -104,6 +103,11 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
             BK=c.BK, **on, config=c,
         )  # fmt: skip
     return kept, Decayed(M, qd, kd if delta else None, kr, decay, None if pairs else near)
+
+
+def at_once(p: Problem) -> bool:
+    """Whether gradients of chunks in reach are made of all values at once (kernels/grad_key.py)."""
+    return p.dtype != torch.float32 and p.C > 16 and p.V <= 128 and card().arch == "sm_90"
 
 
 def grads(
@@ -117,26 +121,46 @@ def grads(
     def empty(dtype: torch.dtype, *last: int) -> Tensor:
         return torch.empty(*tokens, *last, dtype=dtype, device=q.device)
 
-    c = config("grad_key", p)
-    NK, wide = -(-p.K // c.BK), p.dtype if p.HV == p.H else torch.float32
-    dq, dk, dg = empty(wide, p.K), empty(wide, p.K), empty(given(x.g).dtype, p.K)
-    de = empty(wide, p.K) if erase else q
-    dv = empty(p.dtype, p.V) if delta else given(U)
-    dbeta = q if x.beta is None else empty(torch.float32, NK)
+    NK, wide = -(-p.K // config("grad_far", p).BK), p.dtype if p.HV == p.H else torch.float32
+    dg = empty(given(x.g).dtype, p.K)
+    if wide == p.dtype:  # every block is read, once, before it is written
+        dq, dk, de = decayed.qd, decayed.kr, given(decayed.kd) if erase else q
+    else:
+        dq, dk, de = empty(wide, p.K), empty(wide, p.K), empty(wide, p.K) if erase else q
+    parts = q if x.beta is None else empty(torch.float32, NK)
     y, sy = (given(X), p.HV * p.V) if delta else (v, sv)
-    u = rows = given(U) if delta else y
+    D, near, decay = given(U) if delta else y, given(decayed.near), decayed.decay
     g, beta, blocks, table = dense(x.g, q), dense(x.beta, q), at.slots * p.HV * NK, sets(p, q.device)
-    on = _on(p, x) | dict(V=p.V, BK=c.BK, BV=c.BV, ERASE=erase, LIMIT=limit(p))
-    states, tma = [S, dS], c.tma and can_describe(p, (v, sv), (do, sv), (y, sy))
-    if tma:
-        read, y, u = (described(t, d, p.C, c.BV) for t, d in ((do, sv), (y, sy), (u, sy)))
-        states = [descriptor(t, t.shape, t.stride(), [1, 1, c.BV, c.BK]) for t in states]
-    for near_by, n in (True, 1), (False, group(blocks)):
+    on = _on(p, x) | dict(V=p.V, ERASE=erase)
+    tma, once, places = can_describe(p, (v, sv), (do, sv), (y, sy)), at_once(p), (sv, sy, p.T, p.HV, p.scale)
+
+    def states(c: Config, BV: int) -> tuple[Any, ...]:
+        return tuple(descriptor(t, t.shape, t.stride(), [1, 1, BV, c.BK]) if tma and c.tma else t for t in (S, dS))
+
+    def values(c: Config, BV: int) -> tuple[Any, ...]:
+        return tuple(described(t, d, p.C, BV) if tma and c.tma else t for t, d in ((do, sv), (y, sy), (D, sy)))
+
+    if once:
+        c, BV = config("grad_key", p), padded(p.V)
+        out = [described(t, p.HV * p.K, p.C, c.BK) if tma and c.tma and t is not q else t for t in (dq, de, dk, dg)]
+        few = {n: s for n, s in on.items() if n != "GROUP"}
         launch(
-            grad_key_kernel, -(-blocks // n),
-            q, e, k, g, beta, v, read if tma else do, y, u, rows, chunks(at, q), table, given(decayed.near), decayed.decay, *states,
-            dq, de, dk, dg, dv, dbeta,
-            sk, sv, sy, p.T, p.HV, p.scale, n, blocks, NEAR=near_by, TMA=tma, **on, config=c if near_by else config("grad_far", p),
+            grad_key_kernel, at.slots * p.HV, decayed.qd, decayed.kr if decayed.kd is None else decayed.kd, decayed.kr, g, beta, v,
+            *values(c, BV), chunks(at, q), table, near, decay, *states(c, BV), *out, parts, *places,
+            BK=c.BK, BV=BV, PARTS=NK, TMA=tma and c.tma, **few, config=c,
         )  # fmt: skip
-    summed = None if x.beta is None else dbeta.sum(-1, dtype=torch.float32).to(x.beta.dtype)
-    return Streams(q=dq, k=dk, v=dv, g=dg, beta=summed, e=de if erase else None)
+    for near_by in (False,) if once else (True, False):
+        c = config("grad_key_blocks" if near_by else "grad_far", p)
+        n = 1 if near_by else group(blocks)
+        launch(
+            grad_key_blocks_kernel, -(-blocks // n), q, e, k, g, beta, v, *values(c, c.BV), D, chunks(at, q), table, near, decay,
+            *states(c, c.BV), dq, de, dk, dg, parts, sk, *places, n, blocks,
+            BK=c.BK, BV=c.BV, NEAR=near_by, TMA=tma and c.tma, LIMIT=reach_back(p), **on, config=c,
+        )  # fmt: skip
+    dbeta = None if x.beta is None else torch.empty_like(beta)
+    if dbeta is not None:
+        launch(
+            strength_kernel, -(-beta.numel() // 1024), parts, beta, dbeta, D, beta.numel(), V=p.V, BV=min(128, padded(p.V)), PARTS=NK,
+            BLOCK=1024, config=config("index", p),
+        )  # fmt: skip
+    return Streams(q=dq, k=dk, v=given(U), g=dg, beta=dbeta, e=de if erase else None)

@@ -17,12 +17,12 @@ from .tile import chunk_rows, load_chunk, log2_gate, store_chunk
 @triton.jit(do_not_specialize=["T", "HV"])
 def score_bounded_kernel(
     q, e, k, g, beta, chunks,  # as score_kernel
-    sets, near,  # uint8, written. PAIRS: [slots, HV], how many rows are in reach (C: all); HALVES: [slots, HV, NK], whether both halves are
+    sets, near,  # uint8 [slots, HV], written: how many rows are in reach, C: all
     Tinv, M, qd, kd, kr, decay,
     sk, T, HV, scale,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
-    PAIRS: tl.constexpr, HALVES: tl.constexpr,  # M and T too; what grad_key_blocks.py asks of the chunk
+    PAIRS: tl.constexpr,  # M and T too
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, g, Tinv, M, qd, kd, kr are descriptors of [B, heads, T, columns], not pointers
 ):  # fmt: skip
@@ -61,8 +61,8 @@ def score_bounded_kernel(
         else:
             tl.store(p_decay + o_k, tl.sum(log2_gate(b_g), 0), mask=o_k < K)
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        b_low = tl.minimum(b_low, tl.min(b_G, 1))
         if PAIRS:
-            b_low = tl.minimum(b_low, tl.min(b_G, 1))
             b_ky = tl.trans((b_k * tl.exp2(tl.minimum(-b_G, LIMIT))).to(TYPE))  # [BK, C]
         b_D = tl.exp2(b_G)
         if DELTA:
@@ -78,15 +78,11 @@ def score_bounded_kernel(
         if PAIRS:
             b_qk = tl.dot(b_qx.to(TYPE), b_ky, b_qk, input_precision=IP)
         b_end = gate_sums(b_RE, b_hi, b_lo, EXACT, IPG)  # [C, BK]
-        if HALVES:
-            b_least = tl.min(tl.minimum(b_G, b_end), 1)  # [C]
-            ok = tl.min(tl.where(o_c == C // 2 - 1, b_least, 0.0), 0) >= -LIMIT  # NaN is not near
-            tl.store(near + (i_slot * HV + i_hv) * NK + i_k, ok.to(tl.uint8))
         b_x = (b_k * tl.exp2(b_end)).to(TYPE)
         store_chunk(kr, tl.trans(b_x), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
+    n = tl.min(tl.where(b_low >= -LIMIT, C, o_c), 0)  # NaN is out of reach
+    tl.store(near + i_slot * HV + i_hv, n.to(tl.uint8))
     if PAIRS:
-        n = tl.min(tl.where(b_low >= -LIMIT, C, o_c), 0)  # NaN is out of reach
-        tl.store(near + i_slot * HV + i_hv, n.to(tl.uint8))
         b_qk = tl.where(o_c[:, None] >= o_c[None, :], b_qk * scale, 0.0)
         store_chunk(M, tl.trans(b_qk.to(TYPE)), row, HV, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)
         if DELTA:

@@ -1,14 +1,13 @@
-"""Stage `grads` for gates per key channel: the formulas of grad.py, with decays inside the products.
+"""Stage `grads` for gates per key channel, of chunks that forget too much for grad_key.py, and where that one does not serve.
 
 One program a (chunk, value head, block of keys): channels have nothing to do with each other beyond dM, which every program makes for
-itself in the pass over values that also reads the states.
+itself in the pass over values that also reads the states. D is dv = beta U, as in grad.py.
 
-The pairs of a chunk meet level by level as in score.py. In each, x~ = x e^(sum of its gates), so the gate's gradient is the sum,
-over the same sets of tokens, of x~ dx~: nothing is added only to be subtracted again, except around the middle of a block
-whose pairs all meet at once. A pair i = j does not decay and is kept apart.
+The pairs of a chunk meet level by level as in score.py, down to blocks in which no channel forgets more than 2^LIMIT either side of the
+middle: all pairs there meet around it. In each level x~ = x e^(sum of its gates), so the gate's gradient is the sum, over the same sets of
+tokens, of x~ dx~: nothing is added only to be subtracted again, except around the middle. A pair i = j does not decay and is kept apart.
 
-NEAR: no channel of the block forgets more than 2^LIMIT in a half of the chunk, so all pairs meet around its middle. bounded.py notes
-which blocks are so; a kernel each does those and the others.
+NEAR: the chunks in reach (bounded.py notes which), where all pairs meet around the chunk's middle; a kernel each does those and the others.
 
 Everything of a block of channels is held transposed, [BK, C]: what is computed is the left operand of its products, from registers, and dM
 serves as itself and transposed from one copy in shared memory. In chunks of 64, blocks of fewer than 64 keys make ptxas 12.8 build wgmma
@@ -20,8 +19,9 @@ import triton
 import triton.language as tl
 
 from .grad import load_state
-from .score import block_level, chosen, gate_parts, is_chosen, load_sets, meets
-from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate
+from .score import chosen, gate_parts, is_chosen, load_sets, meets
+from .state_pass import load_strength, shared_strength
+from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows
 
 
 @triton.jit
@@ -31,6 +31,18 @@ def sums(b_hi, b_lo, b_R, EXACT: tl.constexpr, IP: tl.constexpr):
     if not EXACT:
         b_E = tl.dot(b_lo, tl.trans(b_R), b_E, input_precision=IP)
     return b_E * RCP_LN2
+
+
+@triton.jit
+def widest_level(b_hi, b_lo, sets, o_c, C: tl.constexpr, LIMIT: tl.constexpr, EXACT: tl.constexpr, IP: tl.constexpr):
+    """log2 of how many rows a block may have for its decays to stay within 2^LIMIT of those at its middle."""
+    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
+    found = 0
+    for n in range(LEVELS):
+        if found == 0:
+            b_E = sums(b_hi, b_lo, load_sets(sets, 2 * LEVELS - n, o_c, C), EXACT, IP)  # [BK, C]
+            found = tl.where(tl.max(tl.max(tl.abs(b_E), 1), 0) <= LIMIT, LEVELS - n, 0)  # of NaN nothing is known
+    return found
 
 
 @triton.jit
@@ -61,7 +73,7 @@ def met_grads(
 
 @triton.jit
 def block_grads(
-    q, e, k, g, beta, v, do, y, U, U_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dv, dbeta,  # as grad_key_kernel
+    q, e, k, g, beta, v, do, y, D, D_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dbeta,  # as grad_key_blocks_kernel
     sk, sv, sy, T, HV, scale, i_slot, i_hv, i_k,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
@@ -98,7 +110,7 @@ def block_grads(
             b_dq = tl.dot(tl.trans(b_S), tl.trans(b_do), b_dq, input_precision=IP)
             b_dk = tl.dot(tl.trans(b_dS), tl.trans(b_y), b_dk, input_precision=IP)
             if DELTA:
-                b_u = load_chunk(U, row, HV * V, i_b, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)  # [C, BV]
+                b_u = load_chunk(D, row, HV * V, i_b, i_hv, t, o_c, i_v * BV, L, V, C, BV, TMA)  # [C, BV]
                 b_B = tl.dot(b_u, tl.trans(b_y), b_B, input_precision=IP)
                 b_dr = tl.dot(tl.trans(b_S), tl.trans(b_u), b_dr, input_precision=IP)
             b_through += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
@@ -107,14 +119,16 @@ def block_grads(
         m_out = m_c[None, :] & m_k[:, None]
         b_A *= scale
         if NEAR:
-            b_A = tl.where(o_i >= o_j, b_A, 0.0).to(TYPE)
-            b_B = tl.where(o_i > o_j, b_B, 0.0).to(TYPE)
+            b_A = tl.where(o_i >= o_j, b_A, 0.0)
+        else:
+            b_met = tl.sum(tl.where(o_i == o_j, b_A, 0.0), 0)  # [C]
+            b_A = tl.where(o_i > o_j, b_A, 0.0)
+        b_A = b_A.to(TYPE)
+        b_B = tl.where(o_i > o_j, b_B, 0.0).to(TYPE)
         b_hi, b_lo = gate_parts(tl.trans(load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)), TYPE)  # [BK, C]
         b_k = tl.trans(load_rows(k + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
         b_all = tl.load(decay + (i_slot.to(tl.int64) * HV + i_hv) * K + o_k, mask=m_k, other=0.0)  # [BK] G_C
-        b_beta = tl.where(m_c, 1.0, 0.0)
-        if USE_BETA:
-            b_beta = tl.load(beta + o_h, mask=m_c, other=0.0).to(tl.float32)  # [C]
+        b_unit, b_rest = shared_strength(load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA).to(tl.float32), TYPE)  # [C]
         if NEAR:
             b_E = sums(b_hi, b_lo, load_sets(sets, 2 * LEVELS, o_c, C), EXACT, IPG)  # [BK, C] G - a
             b_after = tl.sum(tl.where(o_j == C - 1, b_E, 0.0), 1)  # [BK] G_C - a
@@ -134,7 +148,7 @@ def block_grads(
             if DELTA:
                 if ERASE:
                     b_e = tl.trans(load_rows(e + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
-                b_rx = (b_e * (tl.exp2(b_E) * -b_beta[None, :])).to(TYPE)
+                b_rx = (b_e * (tl.exp2(b_E) * -b_rest[None, :])).to(TYPE)
                 b_dr = tl.dot(b_ky, tl.trans(b_B), b_dr * b_before[:, None], input_precision=IP)
                 b_z += b_rx * b_dr
                 b_dr *= tl.exp2(b_E)
@@ -144,13 +158,12 @@ def block_grads(
             b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)
             b_dg = tl.zeros([BK, C], tl.float32) + b_through[:, None]
         else:
-            b_g = tl.trans(load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK))  # [BK, C]
             b_q = tl.trans(load_rows(q + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
             b_e = b_k
             if ERASE:
                 b_e = tl.trans(load_rows(e + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
-            middle = block_level(-tl.min(b_all, 0), -tl.min(tl.min(log2_gate(b_g), 1), 0), C, LIMIT)
-            b_r = b_e * -b_beta[None, :]
+            middle = widest_level(b_hi, b_lo, sets, o_c, C, LIMIT, EXACT, IPG)
+            b_r = (b_e * -b_rest[None, :]).to(TYPE)
             b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)
             b_D = tl.exp2(sums(b_hi, b_lo, b_R, EXACT, IPG))  # [BK, C] e^G
             b_dq *= b_D * scale
@@ -172,16 +185,15 @@ def block_grads(
             b_R = load_sets(sets, LEVELS + middle, o_c, C)
             b_E = sums(b_hi, b_lo, b_R, EXACT, IPG)
             _, o_col = meets(o_c, middle)
-            m = (o_col[:, None] == o_col[None, :]) & (o_i > o_j)
+            m = o_col[:, None] == o_col[None, :]
             b_D, b_I = tl.exp2(b_E), tl.exp2(-b_E)
             b_dq, b_dr, b_dk, b_z = met_grads(b_A, b_B, m, b_q, b_r, b_k, b_D, b_I, -1, b_dq, b_dr, b_dk, DELTA, IP)
-            b_met = tl.sum(tl.where(o_i == o_j, b_A, 0.0), 0)  # [C]
             b_dq += b_met[None, :] * b_k
             b_dk += b_met[None, :] * b_q
             tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_out)
         if DELTA:
             b_dbeta = -tl.sum(b_e * b_dr, 0)  # [C]
-            b_dr *= -b_beta[None, :]
+            b_dr *= -b_rest[None, :]
             if ERASE:
                 tl.store(de + o_out, b_dr.to(de.dtype.element_ty), mask=m_out)
             else:
@@ -192,40 +204,36 @@ def block_grads(
         if TYPE != tl.float32:  # terms of both signs
             b_dg = tl.dot((b_z - b_hi.to(tl.float32)).to(TYPE), b_R, b_dg, input_precision=IPG)
         tl.store(dg + o_out, b_dg.to(dg.dtype.element_ty), mask=m_out)
-        if DELTA:
+        if DELTA and USE_BETA:
             for i_v in range(i_k, NV, NK):
                 o_v = i_v * BV + tl.arange(0, BV)
-                b_u = load_rows(U_rows + i_hv * V, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)  # [C, BV]
-                if USE_BETA:
-                    b_dbeta += tl.sum(b_u * load_rows(v + i_hv * V, row, sv, o_c, o_v, L, V, BV).to(tl.float32), 1)
-                m_v = m_c[:, None] & (o_v < V)[None, :]
-                tl.store(dv + o_h[:, None] * V + o_v[None, :], (b_u * b_beta[:, None]).to(TYPE), mask=m_v)
-            if USE_BETA:
-                tl.store(dbeta + (o_h * NK + i_k), b_dbeta, mask=m_c)
+                b_u = load_rows(D_rows + i_hv * V, row, HV * V, o_c, o_v, L, V, BV).to(tl.float32)  # [C, BV]
+                b_dbeta += tl.sum(b_u * load_rows(v + i_hv * V, row, sv, o_c, o_v, L, V, BV).to(tl.float32), 1)
+            tl.store(dbeta + (o_h * NK + i_k), b_dbeta / b_unit, mask=m_c)
 
 
 @triton.jit(do_not_specialize=["T", "HV", "each", "blocks"])
-def grad_key_kernel(
-    q, e, k, g, beta, v, do, y, U, U_rows, chunks,  # q, e, k, v, do, y (v or X): token rows; g [B*T, HV, K]; beta [B*T, HV]; U [B*T, HV, V]
-    sets, near, decay,  # sets as in score.py; near [slots, HV, NK] uint8; decay [slots, HV, K]
+def grad_key_blocks_kernel(
+    q, e, k, g, beta, v, do, y, D, D_rows, chunks,  # q, e, k, v, do, y (v or X): token rows; g [B*T, HV, K]; beta [B*T, HV]; D [B*T, HV, V]
+    sets, near, decay,  # sets as in score.py; near [slots, HV] uint8; decay [slots, HV, K]
     S, dS,  # [slots, HV, V, K]
-    dq, de, dk, dg, dv, dbeta,  # dq, de, dk, dg [B*T, HV, K]; dv [B*T, HV, V] (delta); dbeta [B*T, HV, NK] fp32, to be summed
+    dq, de, dk, dg, dbeta,  # dq, de, dk, dg [B*T, HV, K]; dbeta [B*T, HV, NK] fp32, to be summed
     sk, sv, sy, T, HV, scale,  # rows of q, e, k; of v, do; of y are so far apart
     each, blocks,  # (chunk, value head, block of keys)s of a program; of all
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     NEAR: tl.constexpr, LIMIT: tl.constexpr,  # exponents up to so much may be positive
     IP: tl.constexpr, IPG: tl.constexpr,  # of products; of sums of gates
-    TMA: tl.constexpr,  # do, y, U are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
+    TMA: tl.constexpr,  # do, y, D are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
 ):  # fmt: skip
     """One program a (chunk, value head, block of keys), or not NEAR `each` of them."""
     NK: tl.constexpr = (K + BK - 1) // BK
     if NEAR:
-        mine = tl.load(near + tl.program_id(0)) > 0
+        mine = tl.load(near + tl.program_id(0) // NK) == C
         each = 1
         turns = mine.to(tl.int32)
     else:
-        b_chosen = chosen(near, 1, each, blocks)
+        b_chosen = chosen(near, C, each, blocks, NK)
         turns = tl.where(tl.max(b_chosen, 0) > 0, each, 0)
     for i in range(turns):
         if not NEAR:
@@ -235,7 +243,7 @@ def grad_key_kernel(
             i_slot = i_block // (HV * NK)
             i_hv = (i_block - i_slot * (HV * NK)) // NK
             block_grads(
-                q, e, k, g, beta, v, do, y, U, U_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dv, dbeta,
+                q, e, k, g, beta, v, do, y, D, D_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dbeta,
                 sk, sv, sy, T, HV, scale, i_slot, i_hv, i_block % NK,
                 K, V, C, BK, BV, GROUP, DELTA, ERASE, USE_BETA, PACKED, NEAR, LIMIT, IP, IPG, TMA,
             )  # fmt: skip

@@ -39,16 +39,6 @@ def gate_sums(b_R, b_hi, b_lo, EXACT: tl.constexpr, IP: tl.constexpr):
 
 
 @triton.jit
-def block_level(reach, steepest, C: tl.constexpr, LIMIT: tl.constexpr):
-    """log2 of how many rows may meet around their middle. reach: the chunk's largest -G, steepest: its largest -g, both in log2 units."""
-    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    n = 0
-    for level in tl.static_range(0, LEVELS - 1):
-        n += (steepest * 2**level <= LIMIT).to(tl.int32)
-    return tl.where(reach <= LIMIT, LEVELS, n)
-
-
-@triton.jit
 def meets(o_c, level):
     """(row, column) [C] of tokens in a level of blocks of 2^level: i meets j before it where row_i == column_j."""
     block = o_c >> level
@@ -62,14 +52,14 @@ def load_sets(sets, number, o_c, C: tl.constexpr):
 
 
 @triton.jit
-def chosen(near, DONE: tl.constexpr, each, blocks):
-    """Which of a program's `each` blocks of work are its own, [GROUP] of 0 and 1: those whose entry of `near` is below DONE.
+def chosen(near, DONE: tl.constexpr, each, blocks, PER: tl.constexpr):
+    """Which of a program's `each` blocks of work are its own, [GROUP] of 0 and 1: whose entry of `near`, one to PER blocks, is below DONE.
 
     Most programs find none, so they look after several blocks.
     """
     o_b = tl.arange(0, GROUPED)
     o = tl.program_id(0) * each + o_b
-    return (tl.load(near + o, mask=(o_b < each) & (o < blocks), other=DONE) < DONE).to(tl.int32)
+    return (tl.load(near + o // PER, mask=(o_b < each) & (o < blocks), other=DONE) < DONE).to(tl.int32)
 
 
 @triton.jit
@@ -135,7 +125,7 @@ def score_kernel(
     IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,  # of products of q, e and k; of sums of gates; of the fp32 products that make T
 ):  # fmt: skip
     """`each` (chunk, value head)s a program."""
-    b_chosen = chosen(near, C, each, blocks)
+    b_chosen = chosen(near, C, each, blocks, 1)
     for i in range(tl.where(tl.max(b_chosen, 0) > 0, each, 0)):
         if is_chosen(b_chosen, i):
             i_block = tl.program_id(0) * each + i

@@ -6,9 +6,9 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk
+from chunkwise.engine import chunk, tune
 from chunkwise.engine.problem import Problem
-from chunkwise.engine.stages_triton import at_once, gathered, index, state_pass
+from chunkwise.engine.stages_triton import gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_grad import scanned as scans
 from chunkwise.engine.stages_triton_score import scores
@@ -38,7 +38,7 @@ def scanned(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: tor
     back = plan.gradients(dST.double(), do.double())
     join = lambda t: None if t is None else to.join(t, p.dtype)
     U = back.X
-    if U is not None and at_once(p) and x.beta is not None:
+    if U is not None and scaled(p) and x.beta is not None:
         beta = to.split(x.beta.double()[..., None], torch.float64)
         U = U * torch.where(beta.abs() < (2**-10 if p.dtype == torch.float16 else 2**-40), 1.0, beta)
     return dict(S=slots(p, ahead.met, to), dS=slots(p, back.met, to), X=join(ahead.X), U=join(U))
@@ -130,8 +130,8 @@ def faint(x: Streams) -> Streams:
     return x._replace(beta=beta)
 
 
-@pytest.mark.parametrize("dtype, packed", [(torch.bfloat16, False), (torch.float16, True)])
-@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR])
+@pytest.mark.parametrize("dtype, packed", [(torch.bfloat16, False), (torch.float16, True), (torch.float32, False)])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR, Gate.KEY])
 def test_strengths_too_small_to_divide_by_have_their_gradient(gate, dtype, packed):
     sizes = dict(T=40, cu=[0, 0, 17, 18, 18, 40]) if packed else dict(T=37)
     check(gate, Rule.DELTA, dtype=dtype, B=1, H=1, n=3, change=faint, C=32, **sizes)
@@ -149,3 +149,12 @@ def test_where_no_gate_learns_every_gradient_is_the_output_of_a_scan(gate, dtype
     options = dict(fixed=True, only_scans=True, dtype=dtype, B=1)
     check(gate, Rule.ADD, **options, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
     check(gate, Rule.ADD, **options, T=70, H=2, K=24, V=40, C=32, strong=5.0)
+
+
+@pytest.mark.parametrize("kernel", ["grad_reader", "grad_far"])
+def test_blocks_that_the_compiler_gets_wrong_cannot_be_chosen(kernel, monkeypatch):
+    p = posed(draw(Gate.KEY, Rule.ADD, dtype=torch.bfloat16), Gate.KEY, Rule.ADD, C=64)
+    assert tune.config(kernel, p).BK == 64
+    monkeypatch.setitem(tune.RULES, kernel, lambda p: tune.Config(32, 64, 4, 1))
+    with pytest.raises(ValueError, match=f"{kernel} cannot take blocks of 32 keys on sm_90"):
+        tune.config(kernel, p)

@@ -77,14 +77,14 @@ def test_every_share_of_rows_in_reach_gives_the_same_scores(rule, C, reach):
 
 
 @pytest.mark.parametrize("strong", [0.02, 1.0, 2.0, 200.0])
-def test_chunks_whose_pairs_may_meet_around_the_middle_are_noted(strong):
+def test_rows_in_reach_of_their_chunks_start_are_noted_for_the_gradients(strong):
     x, C = draw(Gate.KEY, Rule.ADD, T=70, B=2, H=1, K=72, strong=strong, dtype=torch.bfloat16), 64
     p = posed(x, Gate.KEY, Rule.ADD, C=C)
     kept, _ = stages_triton_score.scores(p, x, index(p))
     near = stages_triton_score.scores(p, x, index(p), kept)[1].near
-    sums = torch.nn.functional.pad(x.g.double().clamp(min=-104.0), (0, 56, 0, 0, 0, 58)).unflatten(1, (2, 2, C // 2)).sum(3) / math.log(2)
-    least = sums.unflatten(-1, (2, 64)).amin((2, -1))  # [B, chunks, HV, blocks of keys] of both halves
-    assert torch.equal(near.view(least.shape).bool(), least >= -stages_triton_score.limit(p))
+    g = torch.nn.functional.pad(x.g.double().clamp(min=-104.0), (0, 0, 0, 0, 0, 58)).unflatten(1, (2, C))  # [B, chunks, C, HV, K]
+    reached = (g.cumsum(2) / math.log(2)).amin(-1) >= -stages_triton_score.reach_back(p)
+    assert torch.equal(near.view(2, 2, 1), reached.cummin(2).values.sum(2).to(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

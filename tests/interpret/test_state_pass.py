@@ -173,7 +173,7 @@ def test_scan_keeps_the_states_chunks_meet_and_the_gradients_they_leave(gate, ru
     d, dS0 = chunk.backward(asked(x64, gate, rule), x64, S0.double(), None, do.double(), dST.double())
     assert error(back.ST, dS0) <= 8 * eps
     if rule is Rule.DELTA:
-        strength = 1.0 if stages_triton.at_once(p) else x.beta[..., None]  # which X has there already
+        strength = 1.0 if stages_triton.scaled(p) else x.beta[..., None]  # which X has there already
         assert error(back.X * strength, d.v) <= 8 * eps
 
 
