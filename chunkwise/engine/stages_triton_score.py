@@ -25,6 +25,11 @@ def reach(p: Problem) -> float | None:
     return 100.0 if p.dtype == torch.bfloat16 else None
 
 
+def reach_of_scores(p: Problem) -> float | None:
+    """The same where operands of fp16 have fp32's range (kernels/bounded.py)."""
+    return 100.0 if p.dtype == torch.float16 else reach(p)
+
+
 def reach_back(p: Problem) -> float:
     """The same of its gradients: bf16 keeps its digits at any exponent; fp16 overflows, fp32 loses digits of the sum."""
     return {torch.bfloat16: 100.0, torch.float16: 8.0}.get(p.dtype, 4.0)
@@ -76,7 +81,7 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
         return torch.empty(shape, dtype=dtype, device=device)
 
     pairs = kept is None
-    bound = reach(p) if pairs else reach_back(p)
+    bound = reach_of_scores(p) if pairs else reach_back(p)
     if kept is None:
         kept = empty(1 + delta, *tokens, p.C) if into is None else into
     M, T = kept[0], kept[-1]

@@ -174,13 +174,13 @@ def _grad_far(p: Problem) -> Config:
 
 
 def _score(p: Problem) -> Config:
-    if card().arch == "sm_90" and p.dtype == torch.bfloat16:
+    if card().arch == "sm_90" and p.dtype != torch.float32:
         return Config(min(64, padded(p.K)), 0, 4, 1)  # gates beyond 2^100 in every chunk: GLA 1.26, KDA 1.79 ms; 32 channels 1.52, 1.93
     return Config(_channels(p), 0, 4, 1)
 
 
 def _score_bounded(p: Problem) -> Config:
-    if card().arch == "sm_90" and p.dtype == torch.bfloat16:
+    if card().arch == "sm_90" and p.dtype != torch.float32:
         # GLA 0.206, KDA 0.355 ms; as many registers as it wants 0.206, 0.384; three stages 0.223, 0.396
         return Config(64, 0, 4, 2, registers=168)
     return Config(min(32, padded(p.K)), 0, 4, 1, tma=False)
@@ -278,7 +278,7 @@ def _index(p: Problem) -> Config:
 
 
 def _decay(p: Problem) -> Config:
-    if card().arch == "sm_90" and p.dtype == torch.bfloat16:
+    if card().arch == "sm_90" and p.dtype != torch.float32:
         return Config(64, 0, 4, 3, registers=128 if p.rule is Rule.DELTA else None)  # GLA 0.243, KDA 0.254 ms; else 0.273
     return Config(min(32, padded(p.K)), 0, 2, 1, tma=False)
 

@@ -3,7 +3,7 @@
 While no channel has forgotten more than 2^LIMIT since the chunk's start, e^(G_i - G_j) = e^(G_i) e^(-G_j) neither overflows nor
 loses digits, and a gated chunk is an ungated one of rescaled operands q~ = q e^G, k~ = k e^-G. Nothing of row i hears of later tokens,
 rounding included. G only falls: the rows in reach are the first `near` of a chunk, each decided by the gates up to it; score.py does
-the rows after them.
+the rows after them. fp16 has no room for such factors: the scores' operands are fp32 of as many digits there.
 """
 
 import triton
@@ -12,6 +12,17 @@ import triton.language as tl
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets
 from .tile import chunk_rows, load_chunk, log2_gate, store_chunk
+
+
+@triton.jit
+def factor(x, TYPE: tl.constexpr):
+    """fp32 as an operand of scores. fp16: rounded to as many digits, which tf32 products would cut off, but in fp32's range."""
+    if TYPE == tl.float16:
+        b_near = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, b_near, x)  # NaN's bits may be counted on to 0
+    else:
+        x = x.to(TYPE)
+    return x
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -63,20 +74,20 @@ def score_bounded_kernel(
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
         b_low = tl.minimum(b_low, tl.min(b_G, 1))
         if PAIRS:
-            b_ky = tl.trans((b_k * tl.exp2(tl.minimum(-b_G, LIMIT))).to(TYPE))  # [BK, C]
+            b_ky = tl.trans(factor(b_k * tl.exp2(tl.minimum(-b_G, LIMIT)), TYPE))  # [BK, C]
         b_D = tl.exp2(b_G)
         if DELTA:
             b_e = b_k
             if ERASE:
                 b_e = load_chunk(e, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
-            b_ex = (b_e * b_D).to(TYPE)
-            store_chunk(kd, tl.trans(b_ex), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
+            b_ex = b_e * b_D
+            store_chunk(kd, tl.trans(b_ex.to(TYPE)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
             if PAIRS:
-                b_ek = tl.dot(b_ex, b_ky, b_ek, input_precision=IP)
+                b_ek = tl.dot(factor(b_ex, TYPE), b_ky, b_ek, input_precision=IP)
         b_qx = load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA) * b_D  # [C, BK]
         store_chunk(qd, tl.trans((b_qx * scale).to(TYPE)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
         if PAIRS:
-            b_qk = tl.dot(b_qx.to(TYPE), b_ky, b_qk, input_precision=IP)
+            b_qk = tl.dot(factor(b_qx, TYPE), b_ky, b_qk, input_precision=IP)
         b_end = gate_sums(b_RE, b_hi, b_lo, EXACT, IPG)  # [C, BK]
         b_x = (b_k * tl.exp2(b_end)).to(TYPE)
         store_chunk(kr, tl.trans(b_x), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)

@@ -87,7 +87,7 @@ def test_rows_in_reach_of_their_chunks_start_are_noted_for_the_gradients(strong)
     assert torch.equal(near.view(2, 2, 1), reached.cummin(2).values.sum(2).to(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strong", [0.02, 3.0, 8.0, 100.0])
 @pytest.mark.parametrize("rule", [Rule.ADD, Rule.DELTA])
 def test_scores_hear_nothing_of_later_tokens(rule, strong, dtype):
