@@ -38,7 +38,7 @@ _SCAN = "states, operands and results of a chunk live at once, in packed rows th
 SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("DELTA",)): (512, _GRADIENTS),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("NEAR",)): (1000, _ELSEWHERE),
-    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR",)): (1760, _FAR),
+    (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR",)): (1840, _FAR),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR", "DELTA")): (2700, _FAR),
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
     (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
