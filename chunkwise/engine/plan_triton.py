@@ -54,7 +54,7 @@ def saved_entries(
     gate: Gate, rule: Rule, dtype: torch.dtype, B: int, T: int, HV: int, K: int, V: int, C: int, *, packed: bool, bonus: bool
 ) -> tuple[int, int]:
     """What the forward pass leaves to the backward, in numbers of q's dtype: matrices of chunks, and states and maps of pieces (fp32)."""
-    cut = stages.WHOLE if gate is Gate.VALUE else stages.split(rule, T, HV, K, V, packed=packed)
+    cut = stages.WHOLE if gate is Gate.VALUE else stages.split(rule, T, HV, K, V)
     pieces = sum(carried_entries(cut, rule, longest(B, T, packed=packed), HV, K, V))
     return kept(gate, rule, bonus) * B * T * HV * C, pieces * 4 // dtype.itemsize
 

@@ -173,7 +173,7 @@ class Scan(NamedTuple):
 
 def cut(p: Problem) -> Cut:
     """The pieces that the problem's long sequences are scanned in."""
-    return split(p.rule, p.T, p.HV, p.K, p.V, packed=p.cu_seqlens is not None)
+    return split(p.rule, p.T, p.HV, p.K, p.V)
 
 
 def state_pass(
@@ -212,7 +212,7 @@ def starts(
     found = carried_room(p, by, at.most, x.q.device, room, None if carried is None else carried.maps)
     made = (made or Scan())._replace(carried=found)
     scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True)
-    carry(p, by, found, solves(p), reverse=reverse)
+    carry(p, by, found, at.cuts, solves(p), reverse=reverse)
     return found
 
 
@@ -248,8 +248,9 @@ def scan(
         M, q, kd, k, decay, _, b = decayed
         e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
     by = WHOLE if made.carried is None else cut(replace(p, K=p.V, V=p.K) if turned else p)
-    firsts, others = 0 if rest else p.N, by.pieces - 1 - ends  # sequences whose first pieces are scanned; other pieces of those cut
     output, store = made.o is not None, store if made.S is not None else 0
+    cuts = ends and at.cuts is not None and made.S is None  # nothing for good: all pieces of sequences that are cut, and those alone
+    firsts, others = 0 if rest or cuts else p.N, by.pieces - ends - (not cuts)  # sequences whose first pieces come; pieces of those cut
     kind = ("_reverse" if reverse else "" if output or ends else "_states") + ("_ends" if ends else "")
     c = config("state_pass" + kind, p if not others else replace(p, N=firsts + at.most * others))
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
@@ -268,7 +269,7 @@ def scan(
         state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
         q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
         *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
-        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends), firsts, at.most, LONG,
+        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, LONG,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),

@@ -42,11 +42,12 @@ def carried_room(
     return Carried(room[:states].view(most, cut.pieces - 1, p.HV, p.V, p.K), maps, kept)
 
 
-def carry(p: Problem, cut: Cut, found: Carried, precision: str, *, reverse: bool) -> None:
-    """Make what a scan has found of the pieces the states that they leave, in place."""
+def carry(p: Problem, cut: Cut, found: Carried, cuts: Tensor | None, precision: str, *, reverse: bool) -> None:
+    """Make what a scan has found of the pieces the states that they leave, in place. cuts: of packed sequences, of `Index`."""
     c, unused = config("carry", p), found.states
     launch(
         carry_kernel, found.states.shape[0] * p.HV * -(-p.V // c.BV),
-        found.states, unused if found.maps is None else found.maps, unused if found.kept is None else found.kept, p.HV, cut.pieces,
-        K=p.K, V=p.V, BK=c.BK, BV=c.BV, MAPS=found.maps is not None, REVERSE=reverse, IP=precision, config=c,
+        found.states, *(unused if t is None else t for t in (found.maps, found.kept, cuts)), p.HV, cut.pieces,
+        K=p.K, V=p.V, BK=c.BK, BV=c.BV, MAPS=found.maps is not None, REVERSE=reverse, PACKED=cuts is not None,
+        IP=precision, config=c,
     )  # fmt: skip

@@ -28,10 +28,10 @@ class Cut:
         """The lengths, 4 bits each."""
         return _code(self.lengths)
 
-    def order(self, reverse: bool, ends: bool) -> int:
-        """Pieces other than the first (and, with `ends`, the last), counted in the order of a scan: long ones first, 4 bits each."""
+    def order(self, reverse: bool, ends: bool, first: bool = False) -> int:
+        """Pieces (with `first` the first too; with `ends` not the last), counted in the order of a scan: long ones first, 4 bits each."""
         lengths = self.lengths[::-1] if reverse else self.lengths
-        return _code(sorted(range(1, self.pieces - ends), key=lambda j: -lengths[j]))
+        return _code(sorted(range(not first, self.pieces - ends), key=lambda j: -lengths[j]))
 
 
 def _code(numbers: Sequence[int]) -> int:
@@ -332,17 +332,17 @@ def longest(B: int, T: int, *, packed: bool) -> int:
     return T // LONG if packed else B
 
 
-def split(rule: Rule, T: int, HV: int, K: int, V: int, *, packed: bool) -> Cut:
+def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
     """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
 
     A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
-    depend on its neighbours. Packed sequences stay whole.
+    depend on its neighbours. Packed: of the row; its sequences of LONG tokens and more, which only the device knows, are cut.
 
     Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
     7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
     T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643.
     """
-    if packed or T < LONG or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
+    if T < LONG or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
         return WHOLE
     programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
     if programs <= places // 16:

@@ -18,8 +18,10 @@ import triton.language as tl
 def carry_kernel(
     states,  # [sequences, pieces - 1, HV, V, K], in the scan's order: the state after the first piece, then B' of others; all become states
     maps, kept,  # of the pieces without first and last: A' [sequences, pieces - 2, HV, K, K]; [..., HV, K]
+    cuts,  # packed: which sequence each is, -1: none
     HV, pieces,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MAPS: tl.constexpr, REVERSE: tl.constexpr, IP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MAPS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    IP: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, value head, block of BV values); pieces one after the other, in reverse from the last."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -28,6 +30,9 @@ def carry_kernel(
     i_v = pid - i_nh * NV
     i_n = (i_nh // HV).to(tl.int64)
     i_hv = i_nh - i_nh // HV * HV
+    if PACKED:
+        if tl.load(cuts + i_n) < 0:
+            return
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m = (o_v < V)[:, None] & m_k[None, :]  # [BV, BK]

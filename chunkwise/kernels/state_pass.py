@@ -121,7 +121,7 @@ def state_pass_kernel(
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
     pieces, lengths, parts,  # of a sequence that is cut; their lengths, 4 bits each, and what they sum to
-    order,  # pieces other than the first, in the order of the scan, as their programs come; 4 bits each
+    order,  # pieces of sequences cut, in the order of the scan, as their programs come; 4 bits each
     firsts, most, long,  # sequences whose first piece is scanned: all or none; that are cut, at most; packed: tokens from which one is
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, LOW_RANK: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr,
@@ -183,8 +183,6 @@ def state_pass_kernel(
     before = four_bits(lengths & ((tl.cast(1, tl.int64) << (4 * i_p)) - 1))
     c_0 = NC * before // parts  # the piece is chunks c_0 ... c_end - 1
     c_end = NC * (before + ((lengths >> (4 * i_p)) & 15).to(tl.int32)) // parts
-    if PACKED and ENDS and not REVERSE:
-        c_end = tl.where(pieces > 1, c_end, c_0)
     if MAP:
         c_end = tl.where((i_j == 0) & (i_v >= NV), c_0, c_end)  # nobody asks what the first piece makes of another state
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
