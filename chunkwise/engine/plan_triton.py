@@ -55,7 +55,7 @@ def saved_entries(
 ) -> tuple[int, int]:
     """What the forward pass leaves to the backward, in numbers of q's dtype: matrices of chunks, and states and maps of pieces (fp32)."""
     cut = stages.WHOLE if gate is Gate.VALUE else stages.split(rule, T, HV, K, V)
-    pieces = sum(carried_entries(cut, rule, longest(B, T, packed=packed), HV, K, V))
+    pieces = sum(carried_entries(cut, rule, longest(rule, B, T, HV, K, V, packed=packed), HV, K, V))
     return kept(gate, rule, bonus) * B * T * HV * C, pieces * 4 // dtype.itemsize
 
 

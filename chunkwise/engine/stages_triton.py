@@ -17,7 +17,7 @@ from ..spec import Gate, Rule, Streams
 from .launch import descriptor, launch
 from .problem import Problem
 from .stages_triton_split import Carried, carried_room, carry
-from .tune import LONG, WHOLE, Cut, card, config, longest, split
+from .tune import WHOLE, Cut, card, config, long, longest, split
 
 
 class Index(NamedTuple):
@@ -28,22 +28,25 @@ class Index(NamedTuple):
     first: Tensor | None  # packed: [N + 1] int64, first slot of each sequence
     most: int  # sequences that are cut into pieces, at most
     cuts: Tensor | None  # packed: [most + N] int32, which these are (-1: none), and of each sequence how many such lie before it
+    long: int = 0  # packed: tokens from which one is cut
 
 
 def index(p: Problem) -> Index:
     """Stage `index`: nothing for dense calls, a table made on the device for packed ones."""
     if p.cu_seqlens is None:
         return Index(p.B * -(-p.T // p.C), None, None, p.B, None)
-    most = longest(p.B, p.T, packed=True) if cut(p) != WHOLE else 0
+    sizes = p.HV, p.K, p.V
+    most = longest(p.rule, p.B, p.T, *sizes, packed=True) if cut(p) != WHOLE else 0
+    tokens = long(p.rule, *sizes)
     slots = p.T // p.C + p.N
     first = torch.empty(p.N + 1, dtype=torch.int64, device=p.cu_seqlens.device)
     chunks = torch.empty(slots, 2, dtype=torch.int64, device=p.cu_seqlens.device)
     cuts = torch.empty(most + p.N, dtype=torch.int32, device=p.cu_seqlens.device)
     launch(
-        index_kernel, p.N + 1, p.cu_seqlens.contiguous(), first, chunks, cuts, p.N, slots, most, LONG, C=p.C, BLOCK=256,
+        index_kernel, p.N + 1, p.cu_seqlens.contiguous(), first, chunks, cuts, p.N, slots, most, tokens, C=p.C, BLOCK=256,
         config=config("index", p),
     )  # fmt: skip
-    return Index(slots, chunks, first, most, cuts)
+    return Index(slots, chunks, first, most, cuts, tokens)
 
 
 def distance(x: Tensor) -> int | None:
@@ -269,7 +272,7 @@ def scan(
         state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
         q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
         *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
-        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, LONG,
+        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, at.long,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),

@@ -43,7 +43,7 @@ def even(pieces: int) -> Cut:
 
 
 WHOLE = even(1)
-LONG = 8192  # tokens from which a sequence is cut
+LONG = 8192  # tokens, see `long`
 MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
 
 
@@ -327,22 +327,27 @@ def config(kernel: str, p: Problem) -> Config:
     return c
 
 
-def longest(B: int, T: int, *, packed: bool) -> int:
+def long(rule: Rule, HV: int, K: int, V: int) -> int:
+    """Tokens from which a sequence is cut, if such sequences are cut."""
+    return LONG
+
+
+def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool) -> int:
     """How many sequences are cut, if any are: of packed ones at most so many, which only the device knows."""
-    return T // LONG if packed else B
+    return T // long(rule, HV, K, V) if packed else B
 
 
 def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
     """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
 
     A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
-    depend on its neighbours. Packed: of the row; its sequences of LONG tokens and more, which only the device knows, are cut.
+    depend on its neighbours. Packed: of the row; its sequences that are long, which only the device knows, are cut.
 
     Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
     7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
     T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643.
     """
-    if T < LONG or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
+    if T < long(rule, HV, K, V) or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
         return WHOLE
     programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
     if programs <= places // 16:

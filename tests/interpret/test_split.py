@@ -35,8 +35,7 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, long=0, cu=None, S0=True, 
     eps, x64 = torch.finfo(x.q.dtype).eps, double(x)
     moved = Streams(*(None if t is None else t * (1 + eps * (torch.rand_like(t) - 0.5)) for t in x64))
     truth, near = (both(posed(x64, gate, rule, C=C, cu=cu), y, up(S0), up(do), up(dST), chunk) for y in (x64, moved))
-    for module in (stages_triton, tune):
-        monkeypatch.setattr(module, "LONG", long)
+    monkeypatch.setattr(tune, "LONG", long)
     launched = []
     launch = stages_triton.scan
 
@@ -84,6 +83,25 @@ def test_pieces_of_packed_sequences(monkeypatch, gate, rule):
     check(monkeypatch, gate, rule, even(3), B=1, T=41, H=1, cu=[0, 20, 41], long=30)
 
 
+@pytest.mark.parametrize("gate, rule", [(Gate.NONE, Rule.DELTA), (Gate.SCALAR, Rule.ADD), (Gate.KEY, Rule.DELTA)])
+def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
+    """It is cut by its own length, whatever lies before and after it; and not at all where it is short."""
+    monkeypatch.setattr(tune, "LONG", 40)
+    monkeypatch.setattr(stages_triton, "split", lambda rule, T, *sizes: even(3) if T >= 40 else WHOLE)
+    monkeypatch.setattr(stages_triton_grad, "ENOUGH", 1)
+    ends, x = [0, 7, 7, 52, 92], draw(gate, rule, B=1, T=92, H=1)
+    p = posed(x, gate, rule, cu=torch.tensor(ends, dtype=torch.int32))
+    torch.manual_seed(1)
+    do, S0, dST = torch.randn_like(x.v), *torch.randn(2, p.N, p.HV, p.K, p.V)
+    packed = both(p, x, S0, do, dST, plan_triton)
+    for i in (0, 2, 3):
+        rows = slice(ends[i], ends[i + 1])
+        own = Streams(*(None if t is None else t[:, rows].contiguous() for t in x))
+        alone = both(posed(own, gate, rule), own, S0[i : i + 1], do[:, rows].contiguous(), dST[i : i + 1], plan_triton)
+        for name, t in packed.items():
+            assert torch.equal(alone[name], t[i : i + 1] if name in ("ST", "dS0") else t[:, rows]), f"{name} of sequence {i}"
+
+
 @less
 @pytest.mark.parametrize("K, V", [(20, 24), (24, 40)], ids=["pointers", "descriptors"])
 def test_pieces_in_sixteen_bits_and_odd_sizes(monkeypatch, gate, rule, K, V):
@@ -111,8 +129,7 @@ def test_only_few_long_sequences_are_cut():
 @pytest.mark.parametrize("cu", [None, [0, 10, 99]], ids=["dense", "packed"])
 @less
 def test_tracing_knows_how_much_is_kept(monkeypatch, gate, rule, cu):
-    for module in (stages_triton, tune):
-        monkeypatch.setattr(module, "LONG", 40)
+    monkeypatch.setattr(tune, "LONG", 40)
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(3))
     x, cu = draw(gate, rule, B=1 if cu else 2, T=99, H=1, K=16, V=20), None if cu is None else torch.tensor(cu)
     p = posed(x, gate, rule, C=16, cu=cu)

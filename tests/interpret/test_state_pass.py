@@ -197,8 +197,7 @@ def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
 def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch, rule, pieces, cu):
     """Forwards those the even chunks meet; in reverse the gradients that odd chunks leave, and a sequence's last one."""
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(pieces))
-    for module in (stages_triton, tune):
-        monkeypatch.setattr(module, "LONG", 8)
+    monkeypatch.setattr(tune, "LONG", 8)
     T = 37 if cu is None else cu[-1]
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = streams(Gate.SCALAR, rule, torch.float16, B=2 if cu is None else 1, T=T, H=1, HV=1, K=16, V=16)
