@@ -29,6 +29,27 @@ def served(op, **call):
     return all(c.backend == "triton" for c in choices(op, device="cuda", dtype=torch.bfloat16, grad=True, **call))
 
 
+def captured(call):
+    """A training step in a graph; what a replay writes over NaN."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(call)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step(call)
+
+    def replayed():
+        for t in made:
+            t.fill_(torch.nan)
+        graph.replay()
+        return made
+
+    return replayed
+
+
 def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -49,22 +70,11 @@ def test_a_training_step_can_be_captured(op, row):
     if row == "packed" and not served(op, K=32, T=300):
         pytest.skip("PyTorch's stages lay packed rows out on the host")
     call = make(op, ROWS[row], torch.bfloat16)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step(call)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step(call)
+    replayed = captured(call)
     with torch.no_grad():
         for t in call.leaves().values():
             t.mul_(0.5)
-    for t in made:
-        t.fill_(torch.nan)
-    graph.replay()
-    assert equal(made, step(call))
+    assert equal(replayed(), step(call))
 
 
 @needs_gpu
@@ -123,6 +133,31 @@ def test_lengths_share_their_kernels(op):
     finally:
         hooks.jit_post_compile_hook = before
     assert compiled == []
+
+
+@needs_gpu
+@every
+def test_long_sequences_have_their_own_bits_when_packed(op):
+    """Cut into pieces by their own length, whatever lies beside them: outputs, states and gradients; and in a captured step."""
+    ends = [0, 8200, 8300, 8300, 16700]
+    if not served(op, K=32, T=ends[-1]):
+        pytest.skip("not served by kernels in every pass")
+    call = make(op, replace(DENSE, B=1, T=ends[-1], N=4), torch.bfloat16)
+    call.cu = torch.tensor(ends, device="cuda")
+    packed = step(call)
+    shared = [n for n, t in call.x.items() if not op.args[n].per_token]
+    names = ["o", "S", *(f"d{n}" for n in call.leaves())]
+    assert len(packed) == len(names)
+    for i in (0, 1, 3):
+        rows = slice(ends[i], ends[i + 1])
+        x = {n: (t if n in shared else t[:, rows]).detach().clone().requires_grad_() for n, t in call.x.items()}
+        own = replace(call, x=x, S0=call.S0[i : i + 1].detach().clone().requires_grad_(), cu=None)
+        for name, alone, t in zip(names, step(own), packed, strict=True):
+            if name[1:] not in shared:
+                assert torch.equal(alone, t[i : i + 1] if name in ("S", "dS0") else t[:, rows]), f"{name} of sequence {i}"
+    replayed = captured(call)
+    call.cu.copy_(torch.tensor([0, 50, 60, 8300, 16700]))  # other lengths, the same launches
+    assert equal(replayed(), step(call))
 
 
 @needs_gpu
