@@ -65,13 +65,32 @@ def _eight() -> int:
     return 8 if card().arch.startswith("sm_") else 4
 
 
-def _state_pass(p: Problem) -> Config:
+def _on_hopper(p: Problem, deep: int) -> Config:
+    """64 values a block, rows that wgmma wants; 16 where even those have a multiprocessor each, and their chunks take less time. A program
+    that has one for itself has memory for one more stage, of at most `deep` values.
+
+    Time of the present blocks over that before, by heads of all samples (fewer values a block, a stage less), forward, bf16, K=V=128:
+    32 heads linear 0.59, GDN 0.80, KDA 0.93, RWKV-7 0.96; 8 heads 0.60, 0.89; 64 heads in fp16 0.55, 0.70, 0.96 (KDA); K=V=64, 64 heads
+    0.60, 0.86; K=V=256, 32 heads 0.52, 0.71, GLA 0.62, 8 heads GDN 0.65.
+    """
+    BK, heads, wide = padded(p.K), p.N * p.HV, p.K > 128
+    many = p.rule is Rule.DPLR or p.rule is Rule.DELTA and (p.gate is Gate.KEY or p.erase)  # operands
+    if heads * -(-p.V // 16) <= MULTIPROCESSORS:
+        return Config(BK, 16, 4, 2 if wide or many else 3)
+    if heads * -(-p.V // 64) > MULTIPROCESSORS or wide and many:
+        return Config(BK, min(32 if wide else 64, padded(p.V)), 4, 1 if wide else 2)
+    return Config(BK, min(64 if wide else deep, padded(p.V)), 4, 2 if wide else 3)
+
+
+def _state_pass(p: Problem, deep: int = 64) -> Config:
     """S' [BV, BK] lives in registers in fp32: 64 x 128 of it fill four warps. fp32 operands take three times as many registers."""
     BK = padded(p.K)
     if p.dtype == torch.float32:
         return Config(BK, _value_block(p, 16), 8, 1)
     if BK > 256:
         return Config(BK, 16, 8, 1, tma=False)
+    if card().arch == "sm_90" and p.cu_seqlens is None:
+        return _on_hopper(p, deep)
     if not card().engine:  # operands lie in registers too
         narrow = BK > 128 or (p.rule is Rule.DELTA and card().arch.startswith("gfx"))
         return Config(BK, _value_block(p, 16 if narrow else 32), 4, 1)
@@ -98,7 +117,7 @@ DPLR = Config(128, 128, 8, 2)  # of the scans, where _fills(p, 197000): 0.276, e
 # Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
 def _output(p: Problem) -> Config:
     if p.rule is Rule.DPLR:
-        return DPLR if _fills(p, 197000) else _state_pass(p)
+        return DPLR if _fills(p, 197000) else _state_pass(p, 32)
     if p.rule is Rule.ADD and _fills(p, 189000):
         return Config(128, 128, 8, 3)  # 0.172, else 0.188; GLA 0.153, else 0.179
     if p.gate is Gate.KEY and _fills(p, 222000):
@@ -122,7 +141,7 @@ def _reverse(p: Problem) -> Config:
     if _fills(p, 222000):
         # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
         return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)
-    return _state_pass(p)
+    return _state_pass(p, 32 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 64)
 
 
 def _inverse(p: Problem) -> Config:
