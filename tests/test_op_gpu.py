@@ -178,7 +178,10 @@ def test_tensors_past_two_to_the_31_numbers(op):
         o, S = op(x, output_final_state=True)
         return [o.detach(), S.detach(), *torch.autograd.grad(o, [x[n] for n in "qkv"], o.detach())]
 
-    want, got = made(one), made(whole)
+    try:
+        want, got = made(one), made(whole)
+    except torch.cuda.OutOfMemoryError as error:
+        pytest.skip(f"needs a larger card: {str(error).split('. ')[1]}")  # its traceback would keep the tensors
     assert got[0].numel() > 2**31
     for i in (0, 16, 31, 32):
         assert all(torch.equal(g[i], w[0]) for g, w in zip(got, want))

@@ -96,15 +96,16 @@ def summed(dx: Tensor, like: Tensor) -> Tensor:
 def by_scans(p: Problem, x: Streams) -> bool:
     """Whether every gradient is the output of a scan: nothing is corrected, no gate learns, and a sample's scans keep a card busy.
 
-    That is not asked of a whole batch, whose size must not change a sample's bits. Forward and backward on an H200, ms, by scans and by
-    stage `grads`: B=8, T=4096, H=16 0.60 0.86; B=1, T=8192, H=8 in 16 pieces 0.18 0.21; B=4, T=4096, H=8 0.53 0.47; of 64 channels B=8,
-    T=4096, H=32 0.64 0.79, B=4, T=4096, H=8 0.38 0.31. In fp32 and of 256 channels they are slower.
+    That is asked neither of a whole batch nor of how long it is, which must not change the bits of a sample, alone or packed. Forward and
+    backward on an H200, ms, by scans and by stage `grads`: B=8, T=4096, H=16 0.60 0.86; B=1, T=8192, H=8 in 16 pieces 0.18 0.21; B=4,
+    T=4096, H=8 0.53 0.47; of 64 channels B=8, T=4096, H=32 0.64 0.79, B=4, T=4096, H=8 0.38 0.31. In fp32 and of 256 channels they are
+    slower.
     """
     fixed = p.rule is Rule.ADD and not p.bonus and p.gate is not Gate.KEY and (x.g is None or p.fixed)
-    return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * stages.cut(p).pieces * p.V >= ENOUGH
+    return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * p.V >= ENOUGH
 
 
-ENOUGH = 16 * 128  # values that a sample's scans go side by side for
+ENOUGH = 8 * 128  # values of a sample
 
 
 def scanned(
