@@ -97,9 +97,9 @@ def by_scans(p: Problem, x: Streams) -> bool:
     """Whether every gradient is the output of a scan: nothing is corrected, no gate learns, and a sample's scans keep a card busy.
 
     That is asked neither of a whole batch nor of how long it is, which must not change the bits of a sample, alone or packed. Forward and
-    backward on an H200, ms, by scans and by stage `grads`: B=8, T=4096, H=16 0.60 0.86; B=1, T=8192, H=8 in 16 pieces 0.18 0.21; B=4,
-    T=4096, H=8 0.53 0.47; of 64 channels B=8, T=4096, H=32 0.64 0.79, B=4, T=4096, H=8 0.38 0.31. In fp32 and of 256 channels they are
-    slower.
+    backward of linear attention on an H200, ms, by scans and by stage `grads`, K=V=128: B=4, T=4096, H=8 0.301 0.325; B=1, T=8192, H=8
+    in 16 pieces 0.136 0.172; B=1, T=4096, H=8 0.257 0.201; B=1, T=8192, H=1 0.074 0.069; of 64 channels B=4, T=4096, H=16 0.265 0.275,
+    H=8 0.226 0.200. In fp32 and of 256 channels they are slower.
     """
     fixed = p.rule is Rule.ADD and not p.bonus and p.gate is not Gate.KEY and (x.g is None or p.fixed)
     return fixed and p.dtype != torch.float32 and max(p.K, p.V) <= 128 and p.HV * p.V >= ENOUGH

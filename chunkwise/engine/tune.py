@@ -69,17 +69,21 @@ def _on_hopper(p: Problem, deep: int) -> Config:
     """64 values a block, rows that wgmma wants; 16 where even those have a multiprocessor each, and their chunks take less time. A program
     that has one for itself has memory for one more stage, of at most `deep` values.
 
-    Time of the present blocks over that before, by heads of all samples (fewer values a block, a stage less), forward, bf16, K=V=128:
-    32 heads linear 0.59, GDN 0.80, KDA 0.93, RWKV-7 0.96; 8 heads 0.60, 0.89; 64 heads in fp16 0.55, 0.70, 0.96 (KDA); K=V=64, 64 heads
-    0.60, 0.86; K=V=256, 32 heads 0.52, 0.71, GLA 0.62, 8 heads GDN 0.65.
+    Time of the present blocks over those before (fewer values a block, a stage less), forward, by heads of all samples, bf16, K=V=128:
+    32 heads linear 0.59, GDN 0.80, KDA 0.93, RWKV-7 0.96; 8 heads 0.60, 0.89, KDA 0.83; 64 heads in fp16 0.55, 0.70, 0.96; K=V=64, 64
+    heads 0.60, 0.86; K=V=256, 32 heads 0.52, 0.71, GLA 0.62, 8 heads GDN 0.65, 128 heads 0.54. Packed linear, 32 heads, 0.65.
     """
     BK, heads, wide = padded(p.K), p.N * p.HV, p.K > 128
-    many = p.rule is Rule.DPLR or p.rule is Rule.DELTA and (p.gate is Gate.KEY or p.erase)  # operands
+    if p.cu_seqlens is not None and (wide or p.rule is not Rule.ADD):  # addresses take the registers that 64 values need; 16: GDN 0.88
+        BV = _value_block(p, 32 if wide else 64)
+        return Config(BK, BV, 4, 1 if wide else 3 if BV == 16 and p.rule is Rule.DELTA and p.gate is not Gate.KEY else 2)
     if heads * -(-p.V // 16) <= MULTIPROCESSORS:
-        return Config(BK, 16, 4, 2 if wide or many else 3)
-    if heads * -(-p.V // 64) > MULTIPROCESSORS or wide and many:
-        return Config(BK, min(32 if wide else 64, padded(p.V)), 4, 1 if wide else 2)
-    return Config(BK, min(64 if wide else deep, padded(p.V)), 4, 2 if wide else 3)
+        return Config(BK, 16, 4, 2 if wide else 3)
+    alone = heads * -(-p.V // 64) <= MULTIPROCESSORS
+    if wide:  # not measured of more operands
+        many = p.rule is Rule.DPLR or p.rule is Rule.DELTA and (p.gate is Gate.KEY or p.erase)
+        return Config(BK, min(32 if many else 64, padded(p.V)), 4, 2 if alone and not many else 1)
+    return Config(BK, min(deep if alone else 64, padded(p.V)), 4, 3 if alone else 2)
 
 
 def _state_pass(p: Problem, deep: int = 64) -> Config:
@@ -89,7 +93,7 @@ def _state_pass(p: Problem, deep: int = 64) -> Config:
         return Config(BK, _value_block(p, 16), 8, 1)
     if BK > 256:
         return Config(BK, 16, 8, 1, tma=False)
-    if card().arch == "sm_90" and p.cu_seqlens is None:
+    if card().arch == "sm_90":
         return _on_hopper(p, deep)
     if not card().engine:  # operands lie in registers too
         narrow = BK > 128 or (p.rule is Rule.DELTA and card().arch.startswith("gfx"))
