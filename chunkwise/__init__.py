@@ -21,7 +21,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+        globals()[name] = getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+        return globals()[name]
     if not name.startswith("_"):
         from .spec import public_functions
 

@@ -17,9 +17,9 @@ BASIC = next(op for op in OPS if op.rule is Rule.DELTA and op.lower is Streams)
 
 @pytest.fixture(autouse=True)
 def forgetful():
-    call.CALLS.clear()
+    call.forget()
     yield
-    call.CALLS.clear()
+    call.forget()
 
 
 def anew(op, x, **options):
@@ -57,6 +57,33 @@ def test_a_taped_step_is_the_step(op):
             alike(op(x, **o), anew(op, x, **o))
             assert all(torch.equal(x[n], t) for n, t in before.items())
     assert len(call.CALLS) == 3 and all(len(d.taped.tapes) == 1 for d in call.CALLS.values())
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["by guards", "by a key"])
+def test_a_call_is_like_another_in_everything_but_numbers(guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(call, "_Guards", None)
+    x, S0 = drawn(BASIC, 0)
+    wide = {n: t.expand(3, *t.shape[1:]) for n, t in x.items()}
+    calls = {
+        "as it was": (x, dict(scale=0.5, output_final_state=True)),
+        "another scale": (x, dict(scale=0.25, output_final_state=True)),
+        "no state": (x, dict(scale=0.5, output_final_state=False)),
+        "a state": (x, dict(scale=0.5, initial_state=S0)),
+        "other strides": ({**x, "v": x["v"].mT.contiguous().mT}, dict(scale=0.5, output_final_state=True)),
+        "other sizes": (wide, dict(scale=0.5, output_final_state=True)),
+        "another dtype": ({n: t.double() for n, t in x.items()}, dict(scale=0.5, output_final_state=True)),
+        "no gate": ({**x, "g": None}, dict(scale=0.5, output_final_state=True)),
+        "one tensor twice": ({**x, "q": x["k"]}, dict(scale=0.5, output_final_state=True)),
+    }
+    for _ in range(3):
+        for inputs, o in calls.values():
+            for _ in range(2):
+                alike(BASIC(inputs, **o), anew(BASIC, inputs, **o))
+    grown = {n: t.clone().requires_grad_() for n, t in x.items()}
+    assert BASIC(grown)[0].requires_grad and BASIC(grown)[0].requires_grad
+    with torch.no_grad():
+        assert not BASIC(grown)[0].requires_grad and not BASIC(grown)[0].requires_grad
 
 
 def test_results_are_memory_of_their_own():
@@ -146,7 +173,7 @@ def test_nothing_of_a_call_is_kept():
 def test_only_a_single_token_is_taped():
     """What chunks do may depend on numbers, kernels are no operators of PyTorch's, and a tape keeps all that is made on the way."""
     for T, taped in (1, True), (40, False):
-        call.CALLS.clear()
+        call.forget()
         x, _ = drawn(BASIC, 0, T=T)
         for _ in range(2):
             BASIC(x)
@@ -166,7 +193,7 @@ def test_a_call_that_looks_at_numbers_is_not_taped():
 @pytest.mark.parametrize("how", ["plain", "bf16", "raw, values first", "projection"])
 def test_a_taped_step_in_a_pool_is_the_step(how):
     """Two sequences whose slots lie side by side, or not; then the pool and the output of a step that decides anew."""
-    decode_torch.STEPS.clear()
+    decode_torch.forget()
     for seed, slots in enumerate(([3, 4], [0, 1], [4, 0], [1, 2], [-1, 2], [3, 4])):
         x, S0 = drawn(BASIC, seed, B=2)
         o = {}
@@ -179,7 +206,7 @@ def test_a_taped_step_in_a_pool_is_the_step(how):
         other, index = pool.clone(), torch.tensor(slots)
         got, version = decode(BASIC, x, pool, index, **o), pool._version
         kept = dict(decode_torch.STEPS)
-        decode_torch.STEPS.clear()
+        decode_torch.forget()
         alike((got, pool), (decode(BASIC, x, other, index, **o), other))
         decode_torch.STEPS.update(kept)
         assert version > 0

@@ -4,6 +4,7 @@ to its plan."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,41 @@ if TYPE_CHECKING:
 KEPT = 1024  # calls; the oldest goes
 TENSORS = ("initial_state", "A_log", "dt_bias")  # among the options
 CALLS: dict[Any, Decided] = {}
+LATEST: dict[Any, Decided] = {}  # of every member: most calls are like the one before
+_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # a tenth of a key's time
+
+
+class Alike:
+    """Whether a call is like one before, in everything but the numbers in its tensors."""
+
+    def __init__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+        self.names, self.modes = names, _modes()
+        tensors, others = ([i for i, t in enumerate(values) if (type(t) in PLAIN) is kind] for kind in (True, False))
+        self.tensors, self.others = _picker(tensors), _picker(others)
+        self.rest = self.others(values)
+        self.types = [*map(type, self.rest)]
+        about = self.tensors(values)
+        sizes, strides = ([list(f(t)) for t in about] for f in (Tensor.size, Tensor.stride))
+        self.check = _Guards(*about, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def __call__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+        if names != self.names or _modes() != self.modes:
+            return False
+        rest = self.others(values)
+        return [*map(type, rest)] == self.types and rest == self.rest and self.check(*self.tensors(values))
+
+
+def alike(names: tuple[Any, ...], values: tuple[Any, ...]) -> Alike | None:
+    return None if _Guards is None else Alike(names, values)
+
+
+def _picker(at: list[int]) -> Any:
+    """What takes these out of a tuple, as a tuple."""
+    return itemgetter(*at) if len(at) > 1 else lambda values: tuple([values[i] for i in at])
+
+
+def _modes() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 class Decided:
@@ -33,6 +69,7 @@ class Decided:
         self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
         self.turn = bool(o["state_v_first"])
         straight = getattr(made.plan, "straight", None)  # without it, what a plan does may depend on numbers, or goes past PyTorch
+        self.alike: Alike | None = None
         self.taped = Taped(self.run) if straight is not None and not made.grad and straight(made.p) else None
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
@@ -51,19 +88,33 @@ class Decided:
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """A key of a call: everything it depends on but the numbers in its tensors."""
     about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
-    return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
+    return (*names, *_modes(), *about)
 
 
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
     """op's function of its inputs. Raises as `Op.check` and `dispatch.run` do, TypeError for an option there is not."""
     if watched():
         return _first(op, inputs, options, None)
+    names, values = (op, *inputs, *options), (*inputs.values(), *options.values())
+    latest = LATEST.get(op)
+    if latest is not None and latest.alike is not None and latest.alike(names, values):
+        return latest(inputs, options)
     try:
-        key = hashed((op, *inputs, *options), (*inputs.values(), *options.values()))
+        key = hashed(names, values)
         decided = CALLS.get(key)
     except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named below
         return _first(op, inputs, options, None)
-    return _first(op, inputs, options, key) if decided is None else decided(inputs, options)
+    if decided is None:
+        return _first(op, inputs, options, key)
+    decided.alike = decided.alike or alike(names, values)
+    LATEST[op] = decided
+    return decided(inputs, options)
+
+
+def forget() -> None:
+    """Let every call be decided anew."""
+    CALLS.clear()
+    LATEST.clear()
 
 
 def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: Any) -> Output:

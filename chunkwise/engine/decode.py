@@ -95,11 +95,9 @@ def decode(
     """
     op = member("decode", op)
     alone = backend != "triton" and into is accepted is parents is cu_seqlens is None
-    key = host.key((op, state_v_first, backend), inputs, pool, index, options) if alone else None
-    if key is not None and (known_step := host.STEPS.get(key)) is not None:
-        done = known_step(inputs, pool, index, options)
-        if done is not None:
-            return done
+    kept, key = host.known((op, state_v_first, backend), inputs, pool, index, options) if alone else (None, None)
+    if kept is not None and (done := kept(inputs, pool, index, options)) is not None:
+        return done
     known = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}
     for name in options:
         if name not in known:

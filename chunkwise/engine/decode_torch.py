@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Form, Op
-from .call import TENSORS, Decided, hashed
+from .call import TENSORS, Alike, Decided, alike, hashed
 from .dispatch import run
 from .library import Pass, direct, trim, watched
 from .pool import Where, sequences, store
@@ -20,6 +20,7 @@ from .tape import Made, Taped
 
 KEPT = 256  # steps; the oldest goes
 STEPS: dict[Any, Step] = {}
+LATEST: dict[Any, Step] = {}  # of every member
 
 
 class Step:
@@ -31,6 +32,7 @@ class Step:
         self.split, self.op, self.names, self.N, self.turn = split, op, names, made.p.N, bool(o["state_v_first"])
         self.decided = Decided(op, op.args, o, made._replace(how={"slots": range(made.p.N)}))
         self.taped = Taped(self.run)
+        self.alike: Alike | None = None
 
     def run(self, *tensors: Any) -> Made:
         """Inputs, the states in their slots, and what the options bring."""
@@ -54,16 +56,35 @@ class Step:
         return self.taped(*inputs.values(), states, *map(options.get, TENSORS[1:]))[0]
 
 
-def key(names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]) -> Any:
-    """What a step on a CPU that nobody watches is kept under; None where none is to be kept."""
-    if watched() or not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
-        return None
+def known(
+    names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]
+) -> tuple[Step | None, tuple[Any, ...] | None]:
+    """What does such a step on a CPU that nobody watches, if there was one; what it is kept under, None where it is not to be kept."""
+    if watched():
+        return None, None
+    names, values = (*names, *inputs, *options), (*inputs.values(), pool, index, *options.values())
+    latest = LATEST.get(names[0])
+    if latest is not None and latest.alike is not None and latest.alike(names, values):
+        return latest, None
+    if not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None, None
     if any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items()):
-        return None
+        return None, None
     try:
-        return hashed((*names, *inputs, *options), (*inputs.values(), pool, index, *options.values()))
+        key = hashed(names, values)
+        step = STEPS.get(key)
     except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides
-        return None
+        return None, None
+    if step is not None:
+        step.alike = step.alike or alike(names, values)
+        LATEST[names[0]] = step
+    return step, key
+
+
+def forget() -> None:
+    """Let every step be decided anew."""
+    STEPS.clear()
+    LATEST.clear()
 
 
 def keep(key: Any, step: Step) -> None:

@@ -1,7 +1,7 @@
 """The recurrence token by token: decoding, and short inputs. Its gradient is the chunk form's: the same function, recomputed.
 
-A token reads the state once, for o and for X together, and writes it once: o = q D S + (q.k) v + (q.w) X by what it is about to write.
-One token of one sequence is a few small steps around three passes over the state, so every view counts: what needs no step has none.
+A token reads the state for X, lets it forget, writes, and reads it for o while the caches still hold it. One token of one sequence is a few
+small steps around four passes over the state, so every view counts: what needs no step has none.
 """
 
 from __future__ import annotations
@@ -75,109 +75,83 @@ class Rows:
 class Tokens(NamedTuple):
     """All a step needs, rows first; absent where the rule has none. h heads, n value heads each, hn = h * n."""
 
-    R: Tensor  # [rows, 1, h, n, readers, K]: q, then who erases, as they meet the state before the step
+    q: Tensor  # [rows, h, n, K, 1], scaled
+    r: Tensor | None  # [rows, h, n, K, 1]: who erases, as it meets the state before the step
     k: Tensor  # [rows, h, 1, K, 1]
     v: Tensor  # [rows, 1, hn, V]
-    own: Tensor  # [rows, 1, hn, 1], what q reads of k's write
     beta: Tensor | None  # [rows, 1, hn, 1]
     w: Tensor | None  # [rows, h, 1 or n, K, 1]
-    own_w: Tensor | None  # [rows, 1, hn, 1]
     D: Tensor | None  # [rows, hn, K or 1, 1] or [rows, hn, 1, V], what is left of the state
     value: Tensor | None  # [rows, 1, hn, V], the same of what was read, where it is a matter of value channels
+    own: Tensor | None  # [rows, 1, hn, 1], what q adds of its token's v, where it reads before that is written
 
 
 def _tokens(p: Problem, x: Streams, rows: Rows) -> Tokens:
-    h, n, K, take = rows.h, rows.n, p.K, rows.take
-    q, k, delta = take(x.q), take(x.k), p.rule is Rule.DELTA
-    erase = (x.a if p.before else x.e) if delta else x.a
-    r = take(erase) if erase is not None else k if delta else None
-    D = key = value = None
+    h, n, K, take, delta = rows.h, rows.n, p.K, rows.take, p.rule is Rule.DELTA
+
+    def column(y: Tensor) -> Tensor:
+        """[B, T, H or HV, K] -> [rows, h, 1 or n, K, 1]"""
+        y = take(y)
+        return y.reshape(-1, h, y.shape[2] // h, K, 1)
+
+    q, k, erase = column(x.q), column(x.k), (x.a if p.before else x.e) if delta else x.a
+    r = column(erase) if erase is not None else k if delta else None
+    D = value = own = None
     if x.g is not None and p.gate is not Gate.NONE:
         left = take(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g).exp()
         if p.gate is Gate.VALUE:
             D, value = left.reshape(-1, h * n, 1, p.V), left
-        elif p.gate is Gate.KEY:
-            D, key = left.reshape(-1, h * n, K, 1), left.reshape(-1, 1, h, n, 1, K)
         else:
-            D, key = left.reshape(-1, h * n, 1, 1), left.reshape(-1, 1, h, n, 1, 1)
-    bonus = q if x.u is None else take((x.q.to(rows.dtype).unsqueeze(3) * x.u.to(rows.dtype).reshape(p.H, n, K)).flatten(2, 3))
-    w = None if delta or x.b is None else take(x.b)
+            D = left.reshape(-1, h * n, K if p.gate is Gate.KEY else 1, 1)
+    if r is not None and (D is None or p.before or p.gate is Gate.VALUE):
+        r = r.expand(-1, h, n, K, 1).contiguous()
+    elif r is not None and D is not None:
+        r = (r * D.view(-1, h, n, D.shape[2], 1)).contiguous()
+    if x.u is not None:
+        bonus = (x.q.to(rows.dtype) * x.k.to(rows.dtype)).unsqueeze(3) * (x.u.to(rows.dtype) * p.scale).view(p.H, n, K)
+        own = take(bonus.sum(-1).flatten(2)).unsqueeze(3)
     return Tokens(
-        _readers(p, q, r, key, rows), k.reshape(-1, h, 1, K, 1), take(x.v),
-        own=_dots(rows, bonus, k), beta=take(x.beta).unsqueeze(3) if delta and x.beta is not None else None,
-        w=None if w is None else w.reshape(-1, h, w.shape[2] // h, K, 1), own_w=None if w is None else _dots(rows, q, w), D=D, value=value,
+        (q.expand(-1, h, n, K, 1) * p.scale).contiguous(), r, k, take(x.v), D=D, value=value, own=own,
+        beta=take(x.beta).unsqueeze(3) if delta and x.beta is not None else None, w=None if delta or x.b is None else column(x.b),
     )  # fmt: skip
 
 
-def _dots(rows: Rows, a: Tensor, b: Tensor) -> Tensor:
-    """Of a token's a and b, of heads or of value heads: [rows, 1, hn, 1]."""
-    h, n, K = rows.h, rows.n, a.shape[3]
-    if a.shape[2] == b.shape[2]:
-        P = a * b
-        P = P.unsqueeze(3) if P.shape[2] == h else P.reshape(-1, 1, h, n, K)
-    else:
-        P = a.reshape(-1, 1, h, a.shape[2] // h, K) * b.reshape(-1, 1, h, b.shape[2] // h, K)
-    return P.expand(-1, 1, h, n, K).sum(-1).view(-1, 1, h * n, 1)
-
-
-def _readers(p: Problem, q: Tensor, r: Tensor | None, key: Tensor | None, rows: Rows) -> Tensor:
-    """q and who erases, [rows, 1, h or hn, K], decayed by `key` [rows, 1, h, n, 1, K or 1] unless they read before the token forgets ->
-    dense [rows, 1, h, n, readers, K]."""
-    h, n, K = rows.h, rows.n, p.K
-    if r is not None and r.shape[2] == h and p.bonus is p.before:  # both by the same
-        R = torch.stack((q, r), 3).unsqueeze(3)
-        R = R if key is None or p.bonus else R * key
-    else:
-        parts = [(t.reshape(-1, 1, h, t.shape[2] // h, 1, K), before) for t, before in ((q, p.bonus), (r, p.before)) if t is not None]
-        each = [t if before or key is None else t * key for t, before in parts]
-        R = each[0] if r is None else torch.cat(each if each[0].shape == each[1].shape else torch.broadcast_tensors(*each), 4)
-    return R.expand(-1, 1, h, n, -1, K).contiguous()
-
-
 @lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _bags(rows: int, readers: int, K: int) -> tuple[Tensor, Tensor]:
-    """Which lines of so many states each reader adds up, and where its lines begin."""
-    lines = torch.arange(rows * K, dtype=torch.int32, device="cpu").view(rows, 1, K).expand(rows, readers, K)
-    return lines.reshape(-1), torch.arange(0, rows * readers * K, K, dtype=torch.int32, device="cpu")
+def _bags(states: int, K: int) -> tuple[Tensor, Tensor]:
+    """Which lines of so many states each reading adds up, all of its own, and where they begin."""
+    return torch.arange(states * K, dtype=torch.int32, device="cpu"), torch.arange(0, states * K, K, dtype=torch.int32, device="cpu")
 
 
 def _read(R: Tensor, S: Tensor, most: int) -> Tensor:
-    """[rows, 1, hn, readers, V], what R [rows, 1, h, n, readers, K] reads of S [rows, hn, K, V]; no block has more than `most` states.
+    """[rows, 1, hn, V], what R [rows, h, n, K, 1] reads of S [rows, hn, K, V]; no block has more than `most` states.
 
-    A reading is a weighted sum of a state's lines. Products of so few rows pack the states first and take twice as long.
+    A reading is a weighted sum of a state's lines. Products of a row pack the states first and take twice as long.
     """
-    (rows, hn, K, V), readers = S.shape, R.shape[4]
+    rows, hn, K, V = S.shape
     if S.dtype is not torch.float32 or not S.is_cpu:
-        return torch.matmul(R.view(rows, hn, readers, K), S).unsqueeze(1)
-    lines, starts = _bags(most, readers, K)
+        return torch.matmul(R.view(rows, hn, 1, K), S).view(rows, 1, hn, V)
+    lines, starts = _bags(most, K)
     if rows * hn != most:
-        lines, starts = lines[: R.numel()], starts[: rows * hn * readers]
-    return torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), False)[0].view(rows, 1, hn, readers, V)
+        lines, starts = lines[: R.numel()], starts[: rows * hn]
+    return torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), False)[0].view(rows, 1, hn, V)
 
 
-def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, most: int, o: Tensor | None = None) -> Tensor:
-    """A token of every row: o [rows, 1, hn, V], and the state after it goes from S [rows, hn, K, V] to `into`, if there is one; that may
-    be S."""
-    read, write = _read(t.R, S, most), t.v
-    out, met = read.unbind(3) if read.shape[3] == 2 else (read[:, :, :, 0], read[:, :, :, 0])
-    if t.value is not None:
-        out = out if p.bonus else out * t.value
-        met = met if p.before else met * t.value
-    if p.rule is Rule.DELTA:
-        write = write - met if t.beta is None else (write - met).mul_(t.beta)
-    o = torch.addcmul(out, t.own, write, out=o)
-    if t.own_w is not None:
-        o.addcmul_(t.own_w, met)
-    if into is not None:
-        h, V = t.k.shape[1], S.shape[3]
-        to = into.view(-1, h, S.shape[1] // h, S.shape[2], V)
-        if t.D is not None:
-            torch.mul(S, t.D, out=into)
-        torch.addcmul(S.view(to.shape) if t.D is None else to, t.k, write.reshape(-1, h, to.shape[2], 1, V), out=to)
-        if t.w is not None:
-            to.addcmul_(t.w, met.reshape(-1, h, to.shape[2], 1, V))
-    return o
+def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor, most: int) -> Tensor:
+    """A token of every row: o [rows, 1, hn, V], and the state after it goes from S [rows, hn, K, V] to `into`; that may be S."""
+    o = None if t.own is None else torch.addcmul(_read(t.q, S, most), t.own, t.v)
+    met, write = None if t.r is None else _read(t.r, S, most), t.v
+    if met is not None:
+        met = met if t.value is None or p.before else met * t.value
+        if p.rule is Rule.DELTA:
+            write = write - met if t.beta is None else (write - met).mul_(t.beta)
+    h, V = t.k.shape[1], S.shape[3]
+    to = into.view(-1, h, S.shape[1] // h, S.shape[2], V)
+    if t.D is not None:
+        torch.mul(S, t.D, out=into)
+    torch.addcmul(S.view(to.shape) if t.D is None else to, t.k, write.reshape(-1, h, to.shape[2], 1, V), out=to)
+    if t.w is not None and met is not None:
+        to.addcmul_(t.w, met.reshape(-1, h, to.shape[2], 1, V))
+    return _read(t.q, into, most) if o is None else o
 
 
 class States(NamedTuple):
@@ -188,22 +162,19 @@ class States(NamedTuple):
     into: Tensor  # the same, or where they go
 
 
-def _whole(p: Problem, rows: Rows, S0: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
-    """The caller's states, or zeros, in the order of the rows, and room for those after them if `final`: the same where they are ours."""
+def _whole(p: Problem, rows: Rows, S0: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The caller's states, or zeros, in the order of the rows, and room for those after them: the same where they are ours."""
     if S0 is None:
         S = torch.zeros(rows.count, rows.h * rows.n, p.K, p.V, dtype=rows.dtype, device=rows.device)
     else:
         S = rows.enter(S0)
-    if not final:
-        return S, None
     ours = S0 is None or S.data_ptr() != S0.data_ptr()
     return S, S if ours else room(*S.shape, dtype=S.dtype, device=S.device)
 
 
 def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tensor]) -> Iterator[States]:
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
-    S, into = _whole(p, rows, S0, True)
-    into = given(into)
+    S, into = _whole(p, rows, S0)
     made.append(into)
     for a in range(0, len(S), size):
         here = S[a : a + size]
@@ -249,14 +220,13 @@ def forward(
     tokens, hn = _tokens(p, x, rows), rows.h * rows.n
     size = max(1, min(rows.count, BLOCK // (hn * p.K * p.V)) if cpu else rows.count)
     if slots is None and rows.alive == [p.N] and size == rows.count:  # one token, no loops
-        S, into = _whole(p, rows, S0, final)
-        return rows.put(_step(p, tokens, S, into, size * hn).mul_(p.scale)), None if into is None else rows.leave(into), None
+        S, into = _whole(p, rows, S0)
+        return rows.put(_step(p, tokens, S, into, size * hn)), rows.leave(into) if final else None, None
     starts = [0, *accumulate(m * (p.H // rows.h) for m in rows.alive)]
     skips = slots is not None and any(n < 0 for n in slots)
     o = (torch.zeros if skips else torch.empty)(starts[-1], 1, hn, p.V, dtype=rows.dtype, device=rows.device)
-    last = None if final or slots is not None else len(rows.alive) - 1
     for first, S, into in _given(p, rows, S0, size, made) if slots is None else _pooled(p, rows, given(S0), slots, size):
-        for i, (a, b) in enumerate(zip(starts, starts[1:])):
+        for a, b in zip(starts, starts[1:]):
             m = min(b - a - first, len(S))  # rows that have such a token
             if m <= 0:
                 break
@@ -264,9 +234,12 @@ def forward(
                 S = into.copy_(S)
             a += first
             now, to = (S, into) if m == len(S) else (S[:m], into[:m])
-            t = tokens if m == starts[-1] else Tokens._make(None if z is None else z[a : a + m] for z in tokens)
-            _step(p, t, now, None if i == last else to, size * hn, o if t is tokens else o[a : a + m])
+            if m == starts[-1]:
+                o = _step(p, tokens, now, to, size * hn)
+            else:
+                t = Tokens._make(None if z is None else z[a : a + m] for z in tokens)
+                o[a : a + m] = _step(p, t, now, to, size * hn)
             S = into
         if S is not into and final:
             into.copy_(S)
-    return rows.put(o.mul_(p.scale)), rows.leave(made[0]) if final and made else None, None
+    return rows.put(o), rows.leave(made[0]) if final and made else None, None
