@@ -28,10 +28,10 @@ _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 
 
 class Alike:
-    """Whether a call is like one before, in everything but the numbers in its tensors."""
+    """Whether a call that nobody watches is like one before, in everything but the numbers in its tensors."""
 
     def __init__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        self.names, self.modes = names, _modes()
+        self.names, self.grad = names, torch.is_grad_enabled()
         tensors, others = ([i for i, t in enumerate(values) if (type(t) in PLAIN) is kind] for kind in (True, False))
         self.tensors, self.others = _picker(tensors), _picker(others)
         self.rest = self.others(values)
@@ -41,7 +41,7 @@ class Alike:
         self.check = _Guards(*about, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def __call__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-        if names != self.names or _modes() != self.modes:
+        if names != self.names or torch.is_grad_enabled() is not self.grad:
             return False
         rest = self.others(values)
         return [*map(type, rest)] == self.types and rest == self.rest and self.check(*self.tensors(values))
@@ -54,10 +54,6 @@ def alike(names: tuple[Any, ...], values: tuple[Any, ...]) -> Alike | None:
 def _picker(at: list[int]) -> Any:
     """What takes these out of a tuple, as a tuple."""
     return itemgetter(*at) if len(at) > 1 else lambda values: tuple([values[i] for i in at])
-
-
-def _modes() -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 class Decided:
@@ -88,7 +84,7 @@ class Decided:
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """A key of a call: everything it depends on but the numbers in its tensors."""
     about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
-    return (*names, *_modes(), *about)
+    return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
 
 
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..spec import Gate, Output, Rule, Streams
@@ -199,11 +200,12 @@ def trim(kept: dict[Any, Any], most: int) -> None:
         kept.pop(next(iter(tuple(kept))), None)  # another thread may have been quicker
 
 
+_modes, _tracing, _transforms = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
+
+
 def watched() -> bool:
     """Whether somebody traces, transforms or listens."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return True
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_compiling() or bool(_modes()) or _tracing() is not None or _transforms() or forward_ad._current_level >= 0
 
 
 def direct(tensors: tuple[Tensor | None, ...]) -> bool:
