@@ -36,22 +36,31 @@ def _width(opcode: str) -> int:
 
 
 def unset_registers(code: list[str]) -> dict[str, str]:
-    """Uniform registers that a kernel with wgmma reads before, in the order of its code, anything has written them: who reads each first.
+    """Uniform registers that a kernel with wgmma reads before, in the order of its code, anything has written them: who reads each first;
+    and others that additions of 64 bits read so, which is how descriptors move on.
 
     Permutations of bytes may read a register of which they keep only what they have just put there.
     """
     written: set[int] = set()
+    vector: set[int] = set()
     found: dict[str, str] = {}
     for line in code if any("gdesc[" in line for line in code) else ():
         opcode, _, rest = re.sub(r"^@!?U?P\w+\s+", "", line).partition(" ")
         operands = [x.strip() for x in rest.split(",")]
         result: list[int] = []
+        first = ""
         if not opcode.startswith(RESULTLESS):
             while operands and re.fullmatch(r"!?U?P(\d|T)", operands[0]):
                 operands.pop(0)
             first = operands.pop(0) if operands else ""
             if m := re.fullmatch(UNIFORM, first):
                 result = list(range(int(m[1]), int(m[1]) + _width(opcode)))
+        if opcode.startswith("IADD3") and re.search(r"\bP\d\b", rest):
+            for x in operands:
+                if (m := re.fullmatch(r"-?R(\d+)(\.reuse)?", x)) and int(m[1]) not in vector:
+                    found.setdefault(f"R{m[1]}", line)
+        if m := re.fullmatch(r"R(\d+)", first):
+            vector.update(range(int(m[1]), int(m[1]) + _width(opcode)))
         for n in () if opcode.startswith("UPRMT") else _read(opcode, operands):
             if n not in written:
                 found.setdefault(f"UR{n}", line)

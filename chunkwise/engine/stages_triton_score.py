@@ -111,8 +111,11 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
 
 
 def at_once(p: Problem) -> bool:
-    """Whether gradients of chunks in reach are made of all values at once (kernels/grad_key.py)."""
-    return p.dtype != torch.float32 and p.C > 16 and p.V <= 128 and card().arch == "sm_90"
+    """Whether gradients of chunks in reach are made of all values at once (kernels/grad_key.py).
+
+    Of fewer than 32 channels ptxas 12.8 builds wgmma's descriptors from registers nobody wrote, and wrong.
+    """
+    return p.dtype != torch.float32 and p.C > 16 and p.K >= 32 <= p.V <= 128 and card().arch == "sm_90"
 
 
 def grads(
