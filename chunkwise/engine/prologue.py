@@ -9,14 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS = 1e-6
-
-
-def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
-    """x / sqrt(sum of squares over the last axis + eps), computed in float32 at least, in x's dtype."""
-    z = x if x.dtype == torch.float64 else x.float()
-    return (z * torch.rsqrt(torch.linalg.vector_norm(z, dim=-1, keepdim=True).square() + eps)).to(x.dtype)
-
 
 def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
     """Log decay from a raw gate g [B, T, HV] or [B, T, HV, K], in float32 (float64 if g is).
@@ -74,9 +66,11 @@ def prologue(name: str, inputs: Mapping[str, Any], o: Mapping[str, Any]) -> dict
     """The member's inputs with what the options ask for done. Raises ValueError naming the option that does not fit."""
     check_prologue(name, inputs, o)
     x = dict(inputs)
-    unit, decay, strength = (l2norm, activate_gate, activate_strength) if _on_cpu(x) else _fused()
+    decay, strength = (activate_gate, activate_strength) if _on_cpu(x) else _fused()
     if o.get("use_qk_l2norm_in_kernel"):
-        x.update({n: unit(x[n]) for n in NORMALIZED if x.get(n) is not None})
+        from ..nn.norm import l2norm
+
+        x.update({n: l2norm(x[n]) for n in NORMALIZED if x.get(n) is not None})
     if o.get("use_gate_in_kernel"):
         x["g"] = decay(x["g"], o["A_log"], o["dt_bias"], o["lower_bound"])
     if o.get("use_beta_sigmoid_in_kernel"):
@@ -89,8 +83,7 @@ def _on_cpu(x: Mapping[str, Any]) -> bool:
 
 
 def _fused() -> tuple[Any, ...]:
-    """The same three functions where a GPU has kernels for them; layers have them from the same place."""
+    """The same two functions where a GPU has kernels for them; layers have them from the same place."""
     from ..nn.gate import log_decay, write_strength
-    from ..nn.norm import l2norm
 
-    return l2norm, log_decay, write_strength
+    return log_decay, write_strength
