@@ -203,10 +203,12 @@ def _score(p: Problem) -> Config:
 
 
 def _score_bounded(p: Problem) -> Config:
-    if card().arch == "sm_90" and p.dtype != torch.float32:
-        # GLA 0.206, KDA 0.355 ms; as many registers as it wants 0.206, 0.384; three stages 0.223, 0.396
-        return Config(64, 0, 4, 2, registers=168)
-    return Config(min(32, padded(p.K)), 0, 4, 1, tma=False)
+    if card().arch != "sm_90" or p.dtype == torch.float32:
+        return Config(min(32, padded(p.K)), 0, 4, 1, tma=False)
+    if p.rule is Rule.ADD:
+        return Config(64, 0, 4, 2, registers=168)  # 0.206 ms; three stages 0.223; 32 keys in 128 registers 0.213
+    # four programs a multiprocessor 0.342 ms; 64 keys in 168 registers 0.347; fp16 spills in 128 (B=4: 0.222; 64 keys 0.246)
+    return Config(32, 0, 4, 2, registers=128 if p.dtype == torch.bfloat16 else 168)
 
 
 def _value_output(p: Problem) -> Config:
@@ -301,9 +303,9 @@ def _index(p: Problem) -> Config:
 
 
 def _decay(p: Problem) -> Config:
-    if card().arch == "sm_90" and p.dtype != torch.float32:
-        return Config(64, 0, 4, 3, registers=128 if p.rule is Rule.DELTA else None)  # GLA 0.243, KDA 0.254 ms; else 0.273
-    return Config(min(32, padded(p.K)), 0, 2, 1, tma=False)
+    if card().arch != "sm_90" or p.dtype == torch.float32:
+        return Config(min(32, padded(p.K)), 0, 2, 1, tma=False)
+    return Config(32, 0, 4, 3, registers=128) if p.rule is Rule.DELTA else Config(64, 0, 4, 3)  # KDA 0.245, of 64 keys 0.255; GLA 0.243 ms
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,15 @@ def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
 @pytest.mark.parametrize("gate, rule", [c for c in CELLS if c[0] is not Gate.NONE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_under_weak_and_strong_gates(gate, rule, strong, dtype):
-    check(gate, rule, strong=strong, dtype=dtype, B=1, H=1, C=32)
+    n = 16 if dtype == torch.float32 else 32  # fewer channels do not go a chunk a program
+    check(gate, rule, strong=strong, dtype=dtype, B=1, H=1, K=n, V=n, C=32)
+
+
+@pytest.mark.parametrize("strong", [0.05, 5.0])
+@pytest.mark.parametrize("rule, erase", [(Rule.ADD, False), (Rule.DELTA, False), (Rule.DELTA, True)])
+def test_gradients_of_a_chunk_a_program(rule, erase, strong):
+    sizes = dict(B=1, T=70, H=1, n=2, K=40, V=36, C=64, cu=[0, 0, 17, 70])
+    check(Gate.KEY, rule, dtype=torch.float16, erase=erase, strong=strong, **sizes)
 
 
 @pytest.mark.parametrize("beta", [True, False])
