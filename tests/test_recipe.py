@@ -41,49 +41,67 @@ def test_memory_is_used_again_by_what_lives_later():
 
 
 class Driver:
-    """Stands in for libcuda: notes launches, writes a map's address to where the map is."""
+    """Stands in for libcuda: reads what a launch is given, writes a map's address to where the map is."""
 
-    def __init__(self):
-        self.encoded, self.moved = [], []
+    def __init__(self, sizes):
+        """sizes: of a kernel's parameters, by its handle."""
+        self.sizes, self.encoded, self.launched, self.fault = sizes, [], [], 0
+        pointer = ctypes.c_void_p
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 4)(self.launch)
+        self.cuTensorMapReplaceAddress = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(self.move)
 
     def cuTensorMapEncodeTiled(self, where, kind, rank, address, sizes, strides, block, steps, *how):
-        self.encoded.append((kind, rank, address, list(sizes), list(strides)[: rank - 1], list(block), list(steps), how))
+        self.encoded.append((where % 64, kind, rank, list(sizes), list(strides)[: rank - 1], list(block), list(steps), how))
+        ctypes.memmove(where, b"map" + bytes(125), 128)
         return 0
 
-    def cuTensorMapReplaceAddress(self, where, address):
-        self.moved.append((where, address))
-        return 0
+    def move(self, where, address):
+        ctypes.c_uint64.from_address(where + 8).value = address
+        return where % 64
+
+    def launch(self, shape, function, parameters, extra):
+        grid = struct.unpack("7IxxxxQQI", ctypes.string_at(shape, 52))
+        given = [ctypes.string_at(ctypes.c_uint64.from_address(parameters + 8 * i).value, n) for i, n in enumerate(self.sizes[function])]
+        self.launched.append((function, *grid, given))
+        return self.fault
 
 
 def test_addresses_and_maps_follow_the_call(monkeypatch):
-    driver = Driver()
+    driver = Driver({11: (8, 128, 4, 8), 12: (8, 8, 128, 4)})
     monkeypatch.setattr(cuda, "library", lambda: driver)
     place, inner, late = cuda.Place(0, 0), cuda.Place(0, 48), cuda.Place(2, 0)
     map = cuda.Map(cuda.Place(1, 32), (2, 5, 64), (320, 64, 1), (1, 16, 64), swizzle=3, size=2, kind=9)
     number = struct.pack("i", 7)
-    first = cuda.Ready(11, 3, 128, 1000, (place, map, number, bytes(8), bytes(8)))
-    second = cuda.Ready(12, 4, 256, 0, (inner, late, map, number, bytes(8), bytes(8)))
-    board = cuda.Board([first, second])
-    tensors = [torch.empty(64), torch.empty(64), None]
-    board.point(tensors)
-    board.follow(77)
-    launches = [(f, cuda.Shape.from_address(at), parameters) for at, f, parameters in board.calls]
-    told = [(f, s.grid, s.grid_y, s.grid_z, s.threads, s.threads_y, s.threads_z, s.shared, s.stream) for f, s, _ in launches]
-    assert told == [(11, 3, 1, 1, 128, 1, 1, 1000, 77), (12, 4, 1, 1, 256, 1, 1, 0, 77)] and ctypes.sizeof(cuda.Shape) == 56
-    assert [p for _, _, p in launches] == [ctypes.addressof(a) for a in board.arrays] and not any(s.count for _, s, _ in launches)
+    first = cuda.Ready(11, 3, 128, 1000, (place, map, number, bytes(8)))
+    second = cuda.Ready(12, 4, 256, 0, (inner, late, map, number))
+    board, play = cuda.board([first, second], 3, 2), cuda.player().play
+    assert driver.encoded == [(0, 9, 3, [64, 5, 2], [128, 640], [64, 16, 1], [1, 1, 1], (0, 3, 2, 0))]  # one map for both
 
-    def word(launch, i):
-        return ctypes.c_uint64.from_address(board.arrays[launch][i]).value
+    def word(address):
+        return struct.pack("Q", address)
 
-    assert word(0, 0) == tensors[0].data_ptr() and word(1, 0) == tensors[0].data_ptr() + 48
-    assert board.arrays[0][1] == board.arrays[1][2] and board.arrays[0][1] % cuda.LINE == 0  # one map for both
-    assert ctypes.c_int.from_address(board.arrays[0][2]).value == 7 and word(0, 3) == 0
-    assert driver.encoded == [(9, 3, tensors[1].data_ptr() + 32, [64, 5, 2], [128, 640], [64, 16, 1], [1, 1, 1], (0, 3, 2, 0))]
-    board.point(tensors)
-    assert not driver.moved
-    tensors[1:] = [torch.empty(64), torch.empty(64)]
-    board.point(tensors)
-    assert driver.moved == [(board.arrays[0][1], tensors[1].data_ptr() + 32)] and word(1, 1) == tensors[2].data_ptr()
+    for _ in range(2):  # other addresses the second time
+        tensors = [torch.empty(64), torch.empty(64), None]
+        assert play(board, tensors, 77, 0, 1)
+        a, b = tensors[0].data_ptr(), tensors[1].data_ptr()
+        moved = b"map" + bytes(5) + word(b + 32) + bytes(112)
+        shape = (3, 1, 1, 128, 1, 1, 1000, 77, 0, 0)
+        assert driver.launched.pop() == (11, *shape, [word(a), moved, number, bytes(8)])
+        tensors[2] = torch.empty(64)
+        assert play(board, tensors, 78, 1, 2)
+        shape = (4, 1, 1, 256, 1, 1, 0, 78, 0, 0)
+        assert driver.launched.pop() == (12, *shape, [word(a + 48), word(tensors[2].data_ptr()), moved, number])
+        assert not driver.launched
+    askew = torch.empty(65)[1:]
+    assert not play(board, [tensors[0], askew, None], 77, 0, 2) and not driver.launched
+    driver.fault = 5
+    with pytest.raises(RuntimeError, match="error 5"):
+        play(board, tensors, 77, 0, 2)
+    assert len(driver.launched) == 1
+    with pytest.raises(ValueError, match="3 pieces"):
+        play(board, tensors[:2], 77, 0, 2)
+    with pytest.raises(ValueError, match="too many"):
+        cuda.board([first], 1000, 2)
 
 
 def test_a_kernel_with_other_parameters_is_not_launched(monkeypatch):
@@ -204,6 +222,8 @@ def test_calls_alike_find_their_recipe_without_a_key(monkeypatch):
             self.n = n
 
         def __call__(self, *tensors):
+            if recipe.askew(tensors):
+                return None
             log.append("recipe")
             return (None,) * self.n
 

@@ -1,4 +1,4 @@
-"""Kernels launched through the CUDA driver itself: their parameters lie ready in memory, and a launch is one foreign call.
+"""Kernels launched through the CUDA driver itself: their parameters lie ready in memory, and all launches of a pass are one call of C.
 
 Triton's own launcher reads every argument of every launch anew, and is C code to be compiled for each kernel. What it hands to the driver
 is little: the arguments that are no constants, each in its own size, a descriptor as its map, its shape and its strides, and two pointers
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import subprocess
 import threading
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from triton.compiler.compiler import CompiledKernel
@@ -20,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 MAP = 128  # bytes of a tensor map
 LINE = 64  # which it is aligned to
+ANYWHERE = 1 << 20  # an address to encode a map for, before a call brings its own
 NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f"}
 _Pointer, _Int, _Size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
 CALLS = {
@@ -151,71 +155,52 @@ def fits(function: int, given: Sequence[Place | Map | bytes]) -> bool:
     return ask(function, len(given), ctypes.byref(offset), ctypes.byref(size)) != 0
 
 
-class Shape(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
+@cache
+def player() -> Any:
+    """player.c, built and kept as Triton does its own launchers; None where there is no compiler, and nothing was kept."""
+    from triton.runtime.build import compile_module_from_src
 
-    _fields_ = [
-        *((n, ctypes.c_uint) for n in ("grid", "grid_y", "grid_z", "threads", "threads_y", "threads_z", "shared")),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-class Board:
-    """The parameters of several launches in one piece of memory: tensor maps, addresses, numbers. What occurs twice is there once."""
-
-    def __init__(self, launches: Sequence[Ready]):
-        every = list(dict.fromkeys(x for ready in launches for x in ready.parameters))
-        maps = [x for x in every if isinstance(x, Map)]
-        rest = [x for x in every if not isinstance(x, Map)]
-        self.places = [x for x in rest if isinstance(x, Place)]
-        rest = self.places + [x for x in rest if not isinstance(x, Place)]
-        self.memory = ctypes.create_string_buffer(LINE + MAP * len(maps) + 8 * len(rest))
-        start = -(-ctypes.addressof(self.memory) // LINE) * LINE
-        words = start + MAP * len(maps)
-        where = {x: start + MAP * i for i, x in enumerate(maps)} | {x: words + 8 * i for i, x in enumerate(rest)}
-        for x in rest:
-            if isinstance(x, bytes):
-                ctypes.memmove(where[x], x, len(x))
-        self.words = (ctypes.c_uint64 * len(self.places)).from_address(words)
-        self.maps = [(x, where[x]) for x in maps]
-        self.held = [0] * len(maps)  # the address in each
-        self.arrays = [(ctypes.c_void_p * len(ready.parameters))(*(where[x] for x in ready.parameters)) for ready in launches]
-        self.shapes = [Shape(r.grid, 1, 1, r.threads, 1, 1, r.shared) for r in launches]
-        self.calls = [
-            (ctypes.addressof(shape), r.function, ctypes.addressof(a)) for r, shape, a in zip(launches, self.shapes, self.arrays)
-        ]  # fmt: skip
-        self.stream = 0
-
-    def follow(self, stream: int) -> None:
-        """Let the launches go to this stream."""
-        if stream != self.stream:
-            for shape in self.shapes:
-                shape.stream = stream
-            self.stream = stream
-
-    def point(self, have: Sequence[Any]) -> None:
-        """Let every address and every map lie in these tensors; None: one that comes later, or never."""
-        bases = [0 if t is None else t.data_ptr() for t in have]
-        self.words[:] = [bases[base] + offset for base, offset in self.places]
-        for i, (map, where) in enumerate(self.maps):
-            base, before = bases[map.at.base], self.held[i]
-            address = base + map.at.offset
-            if address != before and base:
-                if before:
-                    check(library().cuTensorMapReplaceAddress(where, address), "cuTensorMapReplaceAddress")
-                else:
-                    _encode(map, where, address)
-                self.held[i] = address
+    try:
+        return compile_module_from_src((Path(__file__).parent / "player.c").read_text(), "chunkwise_player")
+    except (RuntimeError, OSError, subprocess.CalledProcessError):
+        return None
 
 
-def _encode(m: Map, where: int, address: int) -> None:
+def board(launches: Sequence[Ready], pieces: int, inputs: int) -> Any:
+    """What player.c plays: parameters of launches in one piece of memory, what occurs twice once. A call's addresses go into a copy.
+
+    pieces: of memory that a call has, of which the first, `inputs`, are the caller's. Raises ValueError where a call has no room for it.
+    """
+    every = list(dict.fromkeys(x for ready in launches for x in ready.parameters))
+    maps = [x for x in every if isinstance(x, Map)]
+    places = [x for x in every if isinstance(x, Place)]
+    numbers = [x for x in every if isinstance(x, bytes)]
+    words: list[Place | Map | bytes] = [*places, *numbers]
+    where: dict[Place | Map | bytes, int] = {x: MAP * i for i, x in enumerate(maps)}
+    where |= {x: MAP * len(maps) + 8 * i for i, x in enumerate(words)}
+    memory = b"".join([*map(_encoded, maps), bytes(8 * len(places)), *(x.ljust(8, b"\0") for x in numbers)])
+    addresses = [*((x, where[x]) for x in places), *((x.at, where[x]) for x in maps)]
+    first = accumulate((len(r.parameters) for r in launches), initial=0)
+    start, move = (ctypes.cast(getattr(library(), n), _Pointer).value for n in ("cuLaunchKernelEx", "cuTensorMapReplaceAddress"))
+    return player().board(
+        start, move, pieces, inputs, memory,
+        b"".join(struct.pack("3q", x.base, x.offset, at) for x, at in addresses), len(maps),
+        b"".join(struct.pack("3I3q", r.grid, r.threads, r.shared, r.function, at, len(r.parameters)) for r, at in zip(launches, first)),
+        b"".join(struct.pack("q", where[x]) for r in launches for x in r.parameters),
+    )  # fmt: skip
+
+
+def _encoded(m: Map) -> bytes:
     """Axes from the innermost on; strides in bytes, without that of neighbours. Rows beyond the tensor are zeros."""
     rank = len(m.shape)
     sizes = (ctypes.c_uint64 * rank)(*reversed(m.shape))
     strides = (ctypes.c_uint64 * rank)(*(m.size * n for n in reversed(m.strides[:-1])))
     block, steps = (ctypes.c_uint32 * rank)(*reversed(m.block)), (ctypes.c_uint32 * rank)(*[1] * rank)
     l2, zeros, interleave = 2, 0, 0  # fetches of 128 bytes into L2
+    memory = ctypes.create_string_buffer(2 * MAP)
+    where = -(-ctypes.addressof(memory) // LINE) * LINE
     result = library().cuTensorMapEncodeTiled(
-        where, m.kind, rank, address, sizes, strides, block, steps, interleave, m.swizzle, l2, zeros
+        where, m.kind, rank, ANYWHERE, sizes, strides, block, steps, interleave, m.swizzle, l2, zeros
     )  # fmt: skip
     check(result, "cuTensorMapEncodeTiled")
+    return ctypes.string_at(where, MAP)

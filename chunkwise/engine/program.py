@@ -34,7 +34,8 @@ class Program:
         inputs, constants, own, after = ([i for i, b in enumerate(bases) if b.kind == k] for k in ("input", "constant", "own", "made"))
         own = [i for i in own if i in apart]
         before = [*inputs, *constants, *own]
-        self.room = len(before)  # where the block is among them
+        self.inputs, self.room = len(inputs), len(before)  # how many the caller's are; where the block is among them
+        self.pieces = self.room + 1 + len(after)
         self._at = {b: i for i, b in enumerate(before)} | {b: self.room + 1 + i for i, b in enumerate(after)}
         self._constants = [given(bases[i].make) for i in constants]
         self._owned = [_layout(bases[i].tensor) for i in own]

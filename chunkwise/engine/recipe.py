@@ -1,16 +1,16 @@
 """Recipes: what a pass does on a GPU, decided once for its sizes, types, strides and switches, then done again with other addresses.
 
 The hosts of a plan cost ten times the launches they make. A recipe is what they did (see record.py) with everything worked out: the memory
-to allocate (see program.py), the kernels with their parameters in the driver's order (see cuda.py). A call writes its addresses into these
-and launches.
+to allocate (see program.py), the kernels with their parameters in the driver's order (see cuda.py). A call brings its addresses, and C
+launches (see player.c).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,22 +26,32 @@ from .record import Described, Launch, Recorder, Unfit, View, begin
 from .tune import RULES
 
 Made = tuple[Tensor | None, ...]
+Hosts = Callable[..., Made]
 Ahead = Callable[[Made, Made], tuple[tuple[Any, ...], Made, Callable[..., Made]]]
 KEPT = 1024  # recipes; the oldest goes
-RECIPES: dict[Any, Callable[..., Made]] = {}  # where there can be no recipe, a call's hosts
+RECIPES: dict[Any, Recipe | Coming | Hosts] = {}  # where there can be no recipe, a call's hosts
 
 
 class Recipe:
     """A program for a device, its kernels loaded and their parameters laid out."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        self.program, self.device = program, device
-        self.board = cuda.Board([_ready(step, given(device.index)) for step in program.steps if isinstance(step, Launch)])
-        calls = iter(self.board.calls)
-        self.steps = [next(calls) if isinstance(step, Launch) else step for step in program.steps]
-        self.lock = threading.Lock()  # the board is one
+        self.program, self.device, index = program, device, given(device.index)
+        ready = [_ready(step, index) for step in program.steps if isinstance(step, Launch)]
+        try:
+            self.board = cuda.board(ready, program.pieces, program.inputs)
+        except ValueError as fault:
+            raise Unfit(str(fault)) from fault
+        self.runs: list[tuple[Operator | None, int, int]] = []  # launches from one operator of PyTorch to the next
+        at = 0
+        operators = [None if isinstance(step, Launch) else step for step in program.steps]
+        for operator, steps in groupby(operators):
+            many = 0 if operator is not None else len(list(steps))
+            self.runs.append((operator, at, at + many))
+            at += many
 
-    def __call__(self, *tensors: Tensor | None) -> Made:
+    def __call__(self, *tensors: Tensor | None) -> Made | None:
+        """None, and nothing is done, where a tensor begins where its kernels cannot read."""
         device, index = self.device, self.device.index
         if driver.active.get_current_device() != index:
             with torch.cuda.device(device):
@@ -49,16 +59,12 @@ class Recipe:
         if index not in cuda.ENTERED.devices:
             cuda.enter(index)
         have = self.program.allocate(tensors, device)
-        stream, start = driver.active.get_current_stream(index), cuda.library().cuLaunchKernelEx
-        with self.lock:
-            self.board.point(have)
-            self.board.follow(stream)
-            for step in self.steps:
-                if isinstance(step, Operator):
-                    step(have, device)
-                    self.board.point(have)
-                else:
-                    cuda.check(start(*step, None), "cuLaunchKernelEx")
+        stream, play = driver.active.get_current_stream(index), cuda.player().play
+        for operator, first, last in self.runs:
+            if operator is not None:
+                operator(have, device)
+            elif not play(self.board, have, stream, first, last):
+                return None
         return self.program.results(have)
 
 
@@ -89,13 +95,13 @@ class Seat:
         self.recipe: Recipe | None = None
         self.rules: tuple[Any, ...] = ()
 
-    def keep(self, recipe: Callable[..., Made] | None) -> None:
+    def keep(self, recipe: Recipe | Coming | Hosts | None) -> None:
         if isinstance(recipe, Recipe):
             self.recipe, self.rules = recipe, tuple(RULES.values())
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Made | None:
         """What the recipe makes; None where it is not known yet, or does not fit any more."""
-        if self.recipe is None or self.rules != tuple(RULES.values()) or heard() or askew(tensors):
+        if self.recipe is None or self.rules != tuple(RULES.values()) or heard():
             return None
         return self.recipe(*tensors)
 
@@ -118,7 +124,7 @@ class Coming:
             RECIPES.pop(self.key, None)  # the next call asks again
             raise
         RECIPES[self.key] = made
-        return made(*tensors)
+        return given(made(*tensors))
 
 
 def replay(
@@ -142,7 +148,7 @@ def replay(
         trim(RECIPES, KEPT)
     if seat is not None:
         seat.keep(recipe)
-    return recipe(*tensors)
+    return given(recipe(*tensors))
 
 
 def _key(what: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.device) -> tuple[Any, ...]:
@@ -151,7 +157,7 @@ def _key(what: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.
 
 def served(device: torch.device) -> bool:
     """Whether launches on a device can go past Triton."""
-    return device.type == "cuda" and not AMD and cuda.library() is not None
+    return device.type == "cuda" and not AMD and cuda.library() is not None and cuda.player() is not None
 
 
 def record(
