@@ -61,9 +61,11 @@ class Decided:
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass) -> None:
         self.name, self.names, self.lower, self.made = op.name, tuple(inputs), op.lower or Streams, made.seated()
-        self.settings = {n: o[n] for n in op.settings}
+        self.settings, self.many = {n: o[n] for n in op.settings}, len(inputs)
         self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
-        self.turn = bool(o["state_v_first"])
+        self.turn, self.order = bool(o["state_v_first"]), None
+        if self.lower is Streams and self.raw is None and not self.settings:  # the inputs are the streams; the last one there is None
+            self.order = itemgetter(*(self.names.index(n) if n in self.names else self.many for n in Streams._fields))
         straight = getattr(made.plan, "straight", None)  # without it, what a plan does may depend on numbers, or goes past PyTorch
         self.alike: Alike | None = None
         self.taped = Taped(self.run) if straight is not None and not made.grad and straight(made.p) else None
@@ -73,12 +75,18 @@ class Decided:
         return call(*inputs.values(), *map(options.get, TENSORS))  # type: ignore[return-value]
 
     def run(self, *tensors: Any) -> Output:
-        x: Mapping[str, Any] = dict(zip(self.names, tensors))
-        S0, *further = tensors[len(self.names) :]
-        if self.raw is not None:
-            x = prologue(self.name, x, {**self.raw, **dict(zip(TENSORS[1:], further))})
-        o, ST = self.made(self.lower(**x, **self.settings), S0.mT if self.turn and S0 is not None else S0)
-        return o, ST.mT if self.turn and ST is not None else ST
+        x, S0 = tensors[: self.many], tensors[self.many]
+        if self.order is not None:
+            x = self.order((*x, None))
+        else:
+            named: Mapping[str, Any] = dict(zip(self.names, x))
+            if self.raw is not None:
+                named = prologue(self.name, named, {**self.raw, **dict(zip(TENSORS[1:], tensors[self.many + 1 :]))})
+            x = self.lower(**named, **self.settings)
+        if not self.turn:
+            return self.made(*x, S0)
+        o, ST = self.made(*x, None if S0 is None else S0.mT)
+        return o, None if ST is None else ST.mT
 
 
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:

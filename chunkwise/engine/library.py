@@ -75,12 +75,17 @@ def below(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _gradients(
-    plan: Any, p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None, **how: Any
+    plan: Any, p: Problem, tensors: Sequence[Tensor | None], saved: Tensor | None, do: Tensor, dST: Tensor | None, **how: Any
 ) -> tuple[Tensor | None, ...]:
-    """Of every stream, and of the initial state in its dtype."""
-    with outside(x.q):
-        d, dS0 = plan.backward(p, x, S0, saved, do, dST, **how)
-    return (*d, None if S0 is None or dS0 is None else dS0.to(S0.dtype))
+    """Of every stream, and of the initial state."""
+    with outside(given(tensors[0])):
+        d, dS0 = plan.backward(p, Streams._make(tensors[:-1]), tensors[-1], saved, do, dST, **how)
+    return *d, dS0
+
+
+def _like(dS0: Tensor | None, S0: Tensor | None) -> Tensor | None:
+    """A gradient of the initial state in its dtype."""
+    return None if S0 is None or dS0 is None else dS0.to(S0.dtype)
 
 
 def _present(t: Tensor | None, like: Tensor) -> Tensor:
@@ -101,8 +106,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     saved, do, dST, *fixed = args[STREAMS + 1 + BESIDE :]  # fixed: only where it is not the default
     plan, p, x = resolve(tuple(streams), *args[STREAMS + 1 : STREAMS + 1 + BESIDE])
     p = replace(p, fixed=any(fixed))
-    d = list(_gradients(plan, p, x, S0, saved if saved.numel() else None, do, dST))
+    d = list(_gradients(plan, p, (*x, S0), saved if saved.numel() else None, do, dST))
     d[GATE] = None if p.fixed else d[GATE]
+    d[-1] = _like(d[-1], S0)
     return tuple(_present(None if t is None else t.contiguous(), do) for t in d)
 
 
@@ -165,26 +171,36 @@ class Traced(torch.autograd.Function):
 
 
 class Direct(torch.autograd.Function):
-    """A plan's two passes as one differentiable function: what `Traced` computes, past the dispatcher."""
+    """A pass as one differentiable function: what `Traced` computes, past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Any, p: Problem, final: bool, how: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """how: what the plan takes beside. tensors: the streams and the initial state."""
-        with outside(given(tensors[0])), below(given(tensors[0])):
-            o, ST, saved = plan.forward(p, Streams._make(tensors[:-1]), tensors[-1], final=final, save=True, **how)
-        ctx.plan, ctx.p, ctx.how = plan, p, how
-        ctx.save_for_backward(*tensors, p.cu_seqlens, p.cu_seqlens_cpu, saved)
+    def forward(ctx: Any, made: Pass, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """tensors: the streams and the initial state."""
+        o, ST, saved = made.forward(tensors, save=True)
+        ctx.made = made
+        ctx.save_for_backward(*tensors, saved, made.p.cu_seqlens, made.p.cu_seqlens_cpu)
         ctx.set_materialize_grads(False)
         return o, ST
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
-        *streams, S0, _, _, saved = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
-        x, p = Streams._make(streams), ctx.p
-        do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
-        d = _gradients(ctx.plan, p, x, S0, saved, do, dST, **ctx.how)
-        return None, None, None, None, *(t if need else None for t, need in zip(d, ctx.needs_input_grad[4:]))
+        return (_refusing if torch.is_grad_enabled() else _back)(ctx, do, dST)
+
+
+def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, saved, cu, _ = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
+    made, p = ctx.made, ctx.made.p
+    do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
+    seats = made.how.get("seats")
+    d = None if seats is None else seats.back(do, dST)((*tensors, saved, do, dST, cu))
+    if d is None:
+        d = _gradients(made.plan, p, tensors, saved, do, dST, **made.how)
+    wanted = [t if need else None for t, need in zip(d, ctx.needs_input_grad[1:])]
+    wanted[-1] = _like(wanted[-1], tensors[-1])
+    return None, *wanted
+
+
+_refusing = once_differentiable(_back)  # it costs more than much of a step; without a graph of the gradients there is nothing to refuse
 
 
 def forward_mode() -> bool:
@@ -219,7 +235,7 @@ def direct(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 class Pass(NamedTuple):
-    """A pass of the engine that nobody watches, all decided: streams and a state are what it takes."""
+    """A pass of the engine that nobody watches, all decided: nine streams and a state are what it takes."""
 
     plan: Any
     p: Problem
@@ -227,16 +243,28 @@ class Pass(NamedTuple):
     grad: bool
     how: dict[str, Any]  # what the plan takes beside
 
-    def __call__(self, x: Streams, S0: Tensor | None) -> Output:
+    def __call__(self, *tensors: Tensor | None) -> Output:
         if self.grad:
-            return Direct.apply(self.plan, self.p, self.final, self.how, *x, S0)
-        with outside(x.q), below(x.q):
-            o, ST, _ = self.plan.forward(self.p, x, S0, final=self.final, save=False, **self.how)
+            return APPLY(self, *tensors)
+        o, ST, _ = self.forward(tensors, save=False)
         return o, ST
+
+    def forward(self, tensors: tuple[Tensor | None, ...], save: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, last state, what is saved; by what a plan keeps for such calls, if it does."""
+        seats = self.how.get("seats")
+        made = None if seats is None else seats.forward((*tensors, self.p.cu_seqlens))
+        if made is not None:
+            return made
+        q = given(tensors[0])
+        with outside(q), below(q):
+            return self.plan.forward(self.p, Streams._make(tensors[:-1]), tensors[-1], final=self.final, save=save, **self.how)
 
     def seated(self) -> Pass:
         """The same for calls that are alike in all but numbers, which find by themselves what a plan keeps for them."""
         return self._replace(how={**self.how, "seats": self.plan.seats()}) if hasattr(self.plan, "seats") else self
+
+
+APPLY = super(torch.autograd.Function, Direct).apply  # that of Function looks for what is left of transforms, which `direct` has seen to
 
 
 def recurrence(
@@ -277,4 +305,4 @@ def recurrence(
     decided = Pass(made, p, final, grad, how)
     if passes is not None:
         passes.append(decided)
-    return decided(x, S0)
+    return decided(*x, S0)

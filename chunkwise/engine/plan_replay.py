@@ -16,7 +16,10 @@ STREAMS = len(Streams._fields)
 
 
 class Seats:
-    """Of calls alike in streams and state: the recipe of their forward pass, and of their backward pass by the gradients' strides."""
+    """Of calls alike in streams and state: the recipe of their forward pass, and of their backward pass by the gradients' strides.
+
+    Both take the pass's tensors, in the order in which it is replayed below, and make what it makes: None where they do not know it yet.
+    """
 
     def __init__(self) -> None:
         self.forward, self.backward = Seat(), dict[Any, Seat]()
@@ -48,8 +51,6 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: bool, seats: Seats | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         seat = None if seats is None else seats.forward
-        if seat is not None and (made := seat((*x, S0, p.cu_seqlens))) is not None:
-            return made  # type: ignore[return-value]
 
         def gradient(given: Made, made: Made) -> tuple[tuple[Any, ...], Made, Callable[..., Made]]:
             """The backward pass that most often follows."""
@@ -64,12 +65,9 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
     def backward(
         p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None, seats: Seats | None = None
     ) -> tuple[Streams, Tensor | None]:
-        tensors = (*x, S0, saved, do, dST, p.cu_seqlens)
+        tensors, hosts = (*x, S0, saved, do, dST, p.cu_seqlens), back_of(p)
         seat = None if seats is None else seats.back(do, dST)
-        made = None if seat is None else seat(tensors)
-        if made is None:
-            hosts = back_of(p)
-            made = replay(back_key(p), tensors, hosts, seat=seat) if p.T and p.N else hosts(*tensors)
+        made = replay(back_key(p), tensors, hosts, seat=seat) if p.T and p.N else hosts(*tensors)
         return Streams._make(made[:-1]), made[-1]
 
     return SimpleNamespace(

@@ -6,8 +6,10 @@ memory are, in this order: its inputs, constants, what is allocated apart, the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class Program:
         self._made = [None] * len(after)
         self.steps = [self._moved(step) if isinstance(step, Launch) else Operator(step, self) for step in steps]
         self._outs = [None if v is None else Part(self.moved(v), bases[v.base].tensor) for v in outs]
+        whole = len(outs) > 1 and all(out is None or out.whole for out in self._outs)  # they are pieces, or None
+        self._whole = itemgetter(*(self.pieces if out is None else out.view.base for out in self._outs)) if whole else None
 
     def moved(self, x: Any) -> Any:
         """A recorded view, where it is among a call's pieces of memory."""
@@ -55,15 +59,25 @@ class Program:
     def _moved(self, step: Launch) -> Launch:
         return replace(step, args=tuple(self.moved(x) for x in step.args))
 
-    def allocate(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
-        """The pieces of memory of a call; None where there is nothing, or not yet."""
-        have: list[Any] = [*tensors, *[get(device=device) for get in self._constants]]
-        have += [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._owned]
-        return [*have, torch.empty(self.block, dtype=torch.uint8, device=device) if self.block else None, *self._made]
+    def makers(self, device: torch.device) -> list[Callable[[], Tensor | None]]:
+        """Of the pieces of memory of a call on a device, those that are there before it: constants, what is allocated apart, the block."""
+        made = [partial(get, device=device) for get in self._constants]
+        made += [partial(torch.empty_strided, shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._owned]
+        return [*made, partial(torch.empty, self.block, dtype=torch.uint8, device=device) if self.block else _nothing]
 
-    def results(self, have: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    def allocate(self, tensors: Sequence[Tensor | None], makers: Sequence[Callable[[], Tensor | None]]) -> list[Any]:
+        """The pieces of memory of a call; None where there is nothing, or not yet."""
+        return [*tensors, *[make() for make in makers], *self._made]
+
+    def results(self, have: list[Any]) -> tuple[Tensor | None, ...]:
         """What the caller gets."""
+        if self._whole is not None:
+            return self._whole((*have, None))
         return tuple([None if out is None else out(have) for out in self._outs])
+
+
+def _nothing() -> None:
+    return None
 
 
 class Part:

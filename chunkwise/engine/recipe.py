@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from . import cuda
 from .launch import AMD, heard
-from .library import trim
+from .library import outside, trim
 from .problem import given
 from .program import Operator, Program
 from .record import Described, Launch, Recorder, Unfit, View, begin
@@ -36,7 +35,8 @@ class Recipe:
     """A program for a device, its kernels loaded and their parameters laid out."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        self.program, self.device, index = program, device, given(device.index)
+        self.program, self.device, self.play, self.makers = program, device, cuda.player().play, program.makers(device)
+        self.index = index = given(device.index)
         ready = [_ready(step, index) for step in program.steps if isinstance(step, Launch)]
         try:
             self.board = cuda.board(ready, program.pieces, program.inputs)
@@ -52,18 +52,19 @@ class Recipe:
 
     def __call__(self, *tensors: Tensor | None) -> Made | None:
         """None, and nothing is done, where a tensor begins where its kernels cannot read."""
-        device, index = self.device, self.device.index
-        if driver.active.get_current_device() != index:
-            with torch.cuda.device(device):
+        index = self.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
                 return self(*tensors)
         if index not in cuda.ENTERED.devices:
             cuda.enter(index)
-        have = self.program.allocate(tensors, device)
-        stream, play = driver.active.get_current_stream(index), cuda.player().play
+        have = self.program.allocate(tensors, self.makers)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         for operator, first, last in self.runs:
             if operator is not None:
-                operator(have, device)
-            elif not play(self.board, have, stream, first, last):
+                with outside(have[0]):
+                    operator(have, self.device)
+            elif not self.play(self.board, have, stream, first, last):
                 return None
         return self.program.results(have)
 

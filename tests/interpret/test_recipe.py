@@ -33,7 +33,7 @@ def given(x, have, block):
 
 
 def again(program, tensors):
-    have = program.allocate(tensors, torch.device("cpu"))
+    have = program.allocate(tensors, program.makers(torch.device("cpu")))
     for step in program.steps:
         if isinstance(step, Operator):
             step(have, torch.device("cpu"))
