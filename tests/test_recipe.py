@@ -6,6 +6,7 @@ import random
 import re
 import struct
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -120,6 +121,19 @@ def test_a_kernel_with_other_parameters_is_not_launched(monkeypatch):
     assert not cuda.fits(0, (cuda.Place(0, 0), map, bytes(4), bytes(8)))
 
 
+def test_without_a_compiler_hosts_run(monkeypatch):
+    from triton.runtime import build
+
+    def fail(*args):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(build, "compile_module_from_src", fail)
+    assert cuda.player.__wrapped__() is None
+    monkeypatch.setattr(cuda, "player", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    assert recipe._bound(SimpleNamespace(steps=[]), torch.device("cuda", 0)) is None
+
+
 def test_what_is_not_on_a_gpu_runs_its_hosts():
     x = torch.ones(3)
     out = recipe.replay(("nothing",), (x, None), lambda a, b: (a + 1, b))
@@ -144,8 +158,6 @@ def _imported() -> bool:
 
 def _sizes() -> list[tuple[str, list[int], list[int]]]:
     """Of the kernels of a pass built for sm_90: name, sizes of the parameters we give, those in its PTX."""
-    from contextlib import nullcontext
-
     torch.cuda.device = lambda device: nullcontext()
     x = Streams(*(torch.empty(1, 64, 1, 16, dtype=torch.bfloat16, device="meta") for _ in range(3)))
     p = problem(x, None, None, gate=Gate.NONE, rule=Rule.ADD, chunk=16, exact=True, scale=1.0, precision="ieee")

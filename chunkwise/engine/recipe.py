@@ -35,6 +35,8 @@ class Recipe:
     """A program for a device, its kernels loaded and their parameters laid out."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
+        if cuda.player() is None:
+            raise Unfit("there is no C compiler")
         self.program, self.device, self.play, self.makers = program, device, cuda.player().play, program.makers(device)
         self.index = index = given(device.index)
         ready = [_ready(step, index) for step in program.steps if isinstance(step, Launch)]
@@ -158,7 +160,7 @@ def _key(what: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.
 
 def served(device: torch.device) -> bool:
     """Whether launches on a device can go past Triton."""
-    return device.type == "cuda" and not AMD and cuda.library() is not None and cuda.player() is not None
+    return device.type == "cuda" and not AMD and cuda.library() is not None
 
 
 def record(

@@ -21,6 +21,7 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import Config
+from .cuda import player
 from .fingerprint import remember
 from .launch import HERE, READY, kind
 from .tape import Listener
@@ -190,7 +191,8 @@ BUILDING: dict[Any, Future[Any]] = {}
 
 @cache
 def begin() -> Future[None]:
-    """What building anything waits for, begun while hosts run."""
+    """What building anything waits for, begun while hosts run; and what plays it then."""
+    _threads().submit(player)
     return _threads().submit(remember)
 
 
