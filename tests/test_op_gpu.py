@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import OPS, Case, ids, make
 
+from chunkwise.engine.call import CALLS
 from chunkwise.engine.explain import choices
 
 pytestmark = pytest.mark.gpu
@@ -85,11 +86,33 @@ def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
     if not served(op, K=32, T=ROWS[row].T):
         pytest.skip("not served by kernels in every pass")
     recipe = pytest.importorskip("chunkwise.engine.recipe", reason="triton is not installed")
-    by_recipe = [step(call) for _ in range(2)]
+    by_recipe = [step(call) for _ in range(3)]  # decided anew, by its recipe's key, and without one
     assert any(isinstance(r, recipe.Recipe) for r in recipe.RECIPES.values())
     monkeypatch.setattr(recipe, "served", lambda device: False)
+    CALLS.clear()  # what was decided knows its recipes
     by_hosts = step(call)
     assert all(equal(some, by_hosts) for some in by_recipe)
+
+
+@needs_gpu
+def test_a_call_by_its_recipe_follows_its_tensors():
+    """Other tensors, where others were; one that begins where kernels for starts of 16 bytes cannot read; autocast changes nothing."""
+    op = max((op for op in OPS if op.passes is None and served(op, K=32, T=100)), key=lambda op: len(op.args))
+    calls = [make(op, replace(DENSE, T=100), torch.bfloat16, seed=i) for i in range(3)]
+    want = [step(call) for call in calls]
+    for i in (0, 1, 2, 0, 2, 1):
+        call = calls[i]
+        junk = torch.full((1 << 20,), torch.nan, device="cuda")
+        del junk
+        moved = replace(call, x={n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in call.x.items()})
+        assert equal(step(moved), want[i])
+    with torch.autocast("cuda", torch.float16):
+        assert equal(step(calls[1]), want[1])
+    name, t = next((n, t) for n, t in calls[0].x.items() if t.is_floating_point())
+    askew = torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view_as(t).requires_grad_(t.requires_grad)
+    made = step(replace(calls[0], x={**calls[0].x, name: askew}))
+    assert all((a - b).norm() <= 0.05 * b.norm() for a, b in zip(made, want[0], strict=True))
+    assert equal(step(calls[0]), want[0])
 
 
 @needs_gpu
