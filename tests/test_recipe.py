@@ -88,10 +88,11 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
         moved = b"map" + bytes(5) + word(b + 32) + bytes(112)
         shape = (3, 1, 1, 128, 1, 1, 1000, 77, 0, 0)
         assert driver.launched.pop() == (11, *shape, [word(a), moved, number, bytes(8)])
-        tensors[2] = torch.empty(64)
-        assert play(board, tensors, 78, 1, 2)
-        shape = (4, 1, 1, 256, 1, 1, 0, 78, 0, 0)
-        assert driver.launched.pop() == (12, *shape, [word(a + 48), word(tensors[2].data_ptr()), moved, number])
+        for later, at in ((t := torch.empty(64), t.data_ptr()), (4096, 4096)):  # a tensor, an address
+            tensors[2] = later
+            assert play(board, tensors, 78, 1, 2)
+            shape = (4, 1, 1, 256, 1, 1, 0, 78, 0, 0)
+            assert driver.launched.pop() == (12, *shape, [word(a + 48), word(at), moved, number])
         assert not driver.launched
     askew = torch.empty(65)[1:]
     assert not play(board, [tensors[0], askew, None], 77, 0, 2) and not driver.launched

@@ -76,8 +76,8 @@ static PyObject *board(PyObject *self, PyObject *args) {
     return made;
 }
 
-/* play(board, have, stream, first, last): launch kernels `first` to before `last` on the call's pieces of memory: a list of tensors, or None.
-   False, and nothing is launched, if one of the caller's does not begin at a multiple of 16 bytes. */
+/* play(board, have, stream, first, last): launch kernels `first` to before `last` on the call's pieces of memory, a list: tensors, addresses,
+   None. False, and nothing is launched, if one of the caller's does not begin at a multiple of 16 bytes. */
 static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     static PyObject *data_ptr = NULL;
     alignas(64) char memory[SIZE];
@@ -99,7 +99,7 @@ static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         base[i] = 0;
         if (t == Py_None)
             continue;
-        PyObject *at = PyObject_CallMethodNoArgs(t, data_ptr);
+        PyObject *at = PyLong_Check(t) ? Py_NewRef(t) : PyObject_CallMethodNoArgs(t, data_ptr);
         if (!at)
             return NULL;
         base[i] = PyLong_AsUnsignedLongLong(at);

@@ -41,7 +41,7 @@ class Program:
         self._at = {b: i for i, b in enumerate(before)} | {b: self.room + 1 + i for i, b in enumerate(after)}
         self._constants = [given(bases[i].make) for i in constants]
         self._owned = [_layout(bases[i].tensor) for i in own]
-        self._made = [None] * len(after)
+        self._later = [None] * (1 + len(after))
         self.steps = [self._moved(step) if isinstance(step, Launch) else Operator(step, self) for step in steps]
         self._outs = [None if v is None else Part(self.moved(v), bases[v.base].tensor) for v in outs]
         whole = len(outs) > 1 and all(out is None or out.whole for out in self._outs)  # they are pieces, or None
@@ -59,25 +59,20 @@ class Program:
     def _moved(self, step: Launch) -> Launch:
         return replace(step, args=tuple(self.moved(x) for x in step.args))
 
-    def makers(self, device: torch.device) -> list[Callable[[], Tensor | None]]:
-        """Of the pieces of memory of a call on a device, those that are there before it: constants, what is allocated apart, the block."""
+    def makers(self, device: torch.device) -> Sequence[Callable[[], Tensor]]:
+        """Of a call's pieces of memory on a device, those that are there before it, but for the block: constants, what lies apart."""
         made = [partial(get, device=device) for get in self._constants]
-        made += [partial(torch.empty_strided, shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._owned]
-        return [*made, partial(torch.empty, self.block, dtype=torch.uint8, device=device) if self.block else _nothing]
+        return made + [partial(torch.empty_strided, shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._owned]
 
-    def allocate(self, tensors: Sequence[Tensor | None], makers: Sequence[Callable[[], Tensor | None]]) -> list[Any]:
-        """The pieces of memory of a call; None where there is nothing, or not yet."""
-        return [*tensors, *[make() for make in makers], *self._made]
+    def allocate(self, tensors: Sequence[Tensor | None], makers: Sequence[Callable[[], Tensor]]) -> list[Any]:
+        """The pieces of memory of a call; None where there is nothing, or not yet: the block, and what operators make."""
+        return [*tensors, *[make() for make in makers], *self._later]
 
     def results(self, have: list[Any]) -> tuple[Tensor | None, ...]:
         """What the caller gets."""
         if self._whole is not None:
             return self._whole((*have, None))
         return tuple([None if out is None else out(have) for out in self._outs])
-
-
-def _nothing() -> None:
-    return None
 
 
 class Part:

@@ -28,6 +28,8 @@ Made = tuple[Tensor | None, ...]
 Hosts = Callable[..., Made]
 Ahead = Callable[[Made, Made], tuple[tuple[Any, ...], Made, Callable[..., Made]]]
 KEPT = 1024  # recipes; the oldest goes
+ALLOCATE: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)  # (bytes, stream) -> address
+FREE: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 RECIPES: dict[Any, Recipe | Coming | Hosts] = {}  # where there can be no recipe, a call's hosts
 
 
@@ -61,7 +63,16 @@ class Recipe:
         if index not in cuda.ENTERED.devices:
             cuda.enter(index)
         have = self.program.allocate(tensors, self.makers)
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream, size = torch._C._cuda_getCurrentRawStream(index), self.program.block
+        if not size:
+            return self._done(have, stream)
+        have[self.program.room] = at = ALLOCATE(size, stream)  # an address: a tensor costs twice as much
+        try:
+            return self._done(have, stream)
+        finally:
+            FREE(at)  # what follows on this stream may have it
+
+    def _done(self, have: list[Any], stream: int) -> Made | None:
         for operator, first, last in self.runs:
             if operator is not None:
                 with outside(have[0]):

@@ -34,6 +34,7 @@ def given(x, have, block):
 
 def again(program, tensors):
     have = program.allocate(tensors, program.makers(torch.device("cpu")))
+    have[program.room] = torch.empty(program.block, dtype=torch.uint8)
     for step in program.steps:
         if isinstance(step, Operator):
             step(have, torch.device("cpu"))
