@@ -116,6 +116,16 @@ def test_a_call_by_its_recipe_follows_its_tensors():
 
 
 @needs_gpu
+def test_nothing_of_a_call_by_its_recipe_is_kept():
+    call = make(next(op for op in OPS if op.passes is None and served(op, K=32, T=150)), DENSE, torch.bfloat16)
+    for _ in range(3):
+        step(call)
+    before = torch.cuda.memory_allocated()
+    step(call)
+    assert torch.cuda.memory_allocated() == before
+
+
+@needs_gpu
 def test_threads_share_recipes():
     op = min(OPS, key=lambda op: len(op.args))
     calls = [make(op, replace(DENSE, T=200), torch.bfloat16, seed=i) for i in range(4)]
