@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import OPS, Case, ids, make
 
-from chunkwise.engine.call import CALLS
+from chunkwise.engine.call import forget
 from chunkwise.engine.explain import choices
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
     by_recipe = [step(call) for _ in range(3)]  # decided anew, by its recipe's key, and without one
     assert any(isinstance(r, recipe.Recipe) for r in recipe.RECIPES.values())
     monkeypatch.setattr(recipe, "served", lambda device: False)
-    CALLS.clear()  # what was decided knows its recipes
+    forget()  # what was decided knows its recipes
     by_hosts = step(call)
     assert all(equal(some, by_hosts) for some in by_recipe)
 
