@@ -56,6 +56,9 @@ CASES = {
         [(2, 64, 129), (64, 4)],
     ),
     "gated norm": (lambda x, g, w: nn.rms_norm(x, w, gate=g), [(2, 900, 4, 128), (2, 900, 4, 128), (128,)]),
+    "norm gated by heads in wider rows": (
+        lambda x, g, w: nn.rms_norm(x, w, gate=g[..., 16:528].unflatten(-1, (4, 128))), [(2, 900, 4, 128), (2, 900, 800), (128,)]
+    ),
     "gated norm of few rows": (lambda x, g, w: nn.layer_norm(x, w, gate=g, activation="sigmoid"), [(3, 100), (3, 100), (100,)]),
     "norm of a sum": (lambda x, r, w, b: nn.add_layer_norm(x, r, w, b), [(700, 2048), (700, 2048), (2048,), (2048,)]),
     "wide norm": (lambda x, w: nn.rms_norm(x, w), [(300, 8192), (8192,)]),

@@ -66,25 +66,27 @@ def heard() -> bool:
     return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
 
 
-def launch(kernel: Any, grid: int, *args: Any, config: Config, **switches: Any) -> None:
-    """kernel[(grid,)](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order."""
-    if HERE.recorder is not None:
+def launch(kernel: Any, grid: int | tuple[int, int], *args: Any, config: Config, **switches: Any) -> None:
+    """kernel[grid](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order. Only
+    grids of one number are recorded."""
+    if HERE.recorder is not None and isinstance(grid, int):
         HERE.recorder.launch(kernel, grid, args, switches, config)
         return
+    across, along = (grid, 1) if isinstance(grid, int) else grid
     if not isinstance(kernel, JITFunction) or heard():
-        kernel[(grid,)](*args, **switches, **config.launch)
+        kernel[across, along](*args, **switches, **config.launch)
         return
     device = driver.active.get_current_device()
     key = kind(kernel, device, args, switches, config)
     found = READY.get(key)
     if found is None:
-        made = kernel[(grid,)](*args, **switches, **config.launch)
+        made = kernel[across, along](*args, **switches, **config.launch)
         if isinstance(made, CompiledKernel):
             READY[key] = made, tuple(switches[n] for n in kernel.arg_names[len(args) :])
         return
     made, constants = found
     stream = driver.active.get_current_stream(device)
-    made.run(grid, 1, 1, stream, made.function, made.packed_metadata, None, None, None, *args, *constants)
+    made.run(across, along, 1, stream, made.function, made.packed_metadata, None, None, None, *args, *constants)
 
 
 def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -27,16 +27,17 @@ def normalize(b_h, m_d, eps, D: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.con
 def norm_kernel(
     x, residual, weight, bias, gate, y, h, sx, sr, sg, R, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RESIDUAL: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """y = act(gate) (norm(x + residual) weight + bias). Grid (blocks of BR rows, groups of D channels).
 
-    x, residual, gate: rows sx, sr, sg apart; y, h = x + residual: dense.
+    x, residual, gate: rows sx, sr, sg apart; y, h = x + residual: dense. SHARED: weight and bias are [D], those of every group.
     """
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     i_d = tl.program_id(1) * D
+    o_w = o_d if SHARED else i_d + o_d
     m = (o_r < R)[:, None] & m_d[None, :]
     row = tl.num_programs(1) * D
     b_h = tl.load(x + o_r[:, None] * sx + (i_d + o_d)[None, :], mask=m, other=0.0).to(tl.float32)  # [BR, BD]
@@ -47,9 +48,9 @@ def norm_kernel(
         b_h = b_sum.to(tl.float32)  # what the backward pass will read
     b_n, _ = normalize(b_h, m_d, eps, D, CENTER, MEAN)
     if WEIGHT:
-        b_n *= tl.load(weight + i_d + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_n *= tl.load(weight + o_w, mask=m_d, other=0.0).to(tl.float32)[None, :]
     if BIAS:
-        b_n += tl.load(bias + i_d + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_n += tl.load(bias + o_w, mask=m_d, other=0.0).to(tl.float32)[None, :]
     if GATE != "":
         b_a, _ = gated(tl.load(gate + o_r[:, None] * sg + (i_d + o_d)[None, :], mask=m, other=0.0).to(tl.float32), GATE)
         b_n *= b_a
@@ -60,7 +61,7 @@ def norm_kernel(
 def norm_grad_kernel(
     h, weight, bias, gate, dy, dh, dx, dgate, dweight, dbias, sh, sg, sy, sd, R, blocks, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, DH: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Gradients; dh is that of h itself. Grid (programs, groups): each program takes `blocks` blocks of BR rows, one after the other.
 
@@ -70,12 +71,13 @@ def norm_grad_kernel(
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     o_c = tl.program_id(1) * D + o_d
+    o_w = o_d if SHARED else o_c
     row = tl.num_programs(1) * D
     if WEIGHT:
-        b_w = tl.load(weight + o_c, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_w = tl.load(weight + o_w, mask=m_d, other=0.0).to(tl.float32)[None, :]
         b_dw = tl.zeros([BR, BD], tl.float32)
     if BIAS:
-        b_b = tl.load(bias + o_c, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_b = tl.load(bias + o_w, mask=m_d, other=0.0).to(tl.float32)[None, :]
         b_db = tl.zeros([BR, BD], tl.float32)
     for i in range(0, blocks):
         o_r = (i_p * blocks + i) * BR + tl.arange(0, BR)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from ..engine.library import direct
 
@@ -29,6 +30,7 @@ def check_device(name: str, label: str, x: Tensor, **others: Tensor | None) -> N
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not.
+    What is absent among its results is None for who calls, an empty tensor for the dispatcher.
 
     Where nobody traces, the function itself is called: the way through the dispatcher and back takes longer than a token's convolution.
     """
@@ -40,8 +42,12 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> C
         with torch.cuda.device(at):
             return impl(*args)
 
+    def dispatched(*args: Any) -> Any:
+        out = run(*args)
+        return tuple(present(t, args[0]) for t in out) if isinstance(out, tuple) else out
+
     name = _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, dispatched, "CompositeExplicitAutograd")
     torch.library.register_fake(f"chunkwise::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.chunkwise, name).default
 
@@ -50,6 +56,23 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> C
         return run(*args) if direct(tuple(t for t in args if isinstance(t, Tensor))) else op(*args)
 
     return call
+
+
+def differentiable(function: type[Function]) -> Callable[..., Any]:
+    """A class of forward and setup_context becomes its `apply`. Where nobody looks it is that of a twin whose forward sets the context
+    itself: of one that has it apart PyTorch works out the defaults of its arguments at every call, longer than a kernel's launch takes."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        out = function.forward(*args)
+        function.setup_context(ctx, args, out)
+        return out
+
+    twin: Any = type(function.__name__, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(function.backward)})
+
+    def apply(*args: Any) -> Any:
+        return (twin if direct(tuple(t for t in args if isinstance(t, Tensor))) else function).apply(*args)
+
+    return apply
 
 
 def present(t: Tensor | None, like: Tensor) -> Tensor:

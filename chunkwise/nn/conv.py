@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..engine.memory import room
 from .activation import activation as activation_named
-from .boundary import check_device, define, present, uses_kernels
+from .boundary import check_device, define, differentiable, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, sequence_index
 
@@ -91,13 +91,13 @@ def _taps(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor | None]:
     from .launch.conv import forward
 
     return forward(*args)
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     from .launch.conv import backward
 
     return backward(*args)
@@ -176,9 +176,7 @@ class _Conv(torch.autograd.Function):
         return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None)
 
 
-def _whole(rows: Tensor, w: Tensor) -> Tensor:
-    """Rows [B, W - 1 + T, D] that hold their past -> [B, T, D]."""
-    return _taps_of(rows[:, w.shape[0] - 1 :], rows[:, : w.shape[0] - 1], w, None, False)
+_conv_function = differentiable(_Conv)
 
 
 def _plain(
@@ -216,7 +214,8 @@ def _plain(
         order[(begin[:-1, None] + column).flatten()] = torch.arange(N * (W - 1), device=x.device)
         order[row + (W - 1)] = token + N * (W - 1)
         rows = torch.cat([past.reshape(N * (W - 1), D), x[0]]).index_select(0, order)  # [T + N (W - 1), D]
-        y = wide(x) if T == 0 else _whole(wide(rows).unsqueeze(0), taps).index_select(1, row)
+        z = wide(rows).unsqueeze(0)
+        y = wide(x) if T == 0 else _taps_of(z[:, W - 1 :], z[:, : W - 1], taps, None, False).index_select(1, row)
         last = rows.index_select(0, (begin[1:, None] - (W - 1) + column).flatten()).view(N, W - 1, D)
     if bias is not None and not inside:
         y = y + bias.to(y.dtype)
@@ -291,7 +290,7 @@ def causal_conv1d(
     if uses_kernels(x) and 2 <= W <= WIDEST and B * T < 2**31:
         silu = activation in SILU
         whole = silu or activation is None  # another activation comes after the kernel, and so does what is added
-        y, last = _Conv.apply(x, weight, bias, residual if whole else None, initial_state, cu_seqlens, first, silu, output_final_state)
+        y, last = _conv_function(x, weight, bias, residual if whole else None, initial_state, cu_seqlens, first, silu, output_final_state)
         y = y if whole else activation_named(activation)(y)
         y = y if whole or residual is None else y + residual
         final = last if output_final_state else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..engine import prologue
-from .boundary import define, present, uses_kernels
+from .boundary import define, differentiable, present, uses_kernels
 
 
 def _forward(*args: Any) -> Tensor:
@@ -18,7 +18,7 @@ def _forward(*args: Any) -> Tensor:
     return forward(*args)
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from .launch.gate import backward
 
     return backward(*args)
@@ -59,6 +59,9 @@ class _Gate(torch.autograd.Function):
         return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None)
 
 
+_gate_function = differentiable(_Gate)
+
+
 def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
     """The natural log of a forget factor, float32 (float64 of float64), from a raw gate g [B, T, HV] or [B, T, HV, K].
 
@@ -68,11 +71,11 @@ def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bou
     if not uses_kernels(g):
         return prologue.activate_gate(g, A_log, dt_bias, lower_bound)
     bias = None if dt_bias is None else dt_bias.contiguous()
-    return _Gate.apply(g, A_log.contiguous(), bias, "softplus" if lower_bound is None else "bounded", float(lower_bound or 0.0))
+    return _gate_function(g, A_log.contiguous(), bias, "softplus" if lower_bound is None else "bounded", float(lower_bound or 0.0))
 
 
 def write_strength(beta: Tensor, factor: float = 1.0) -> Tensor:
     """factor sigmoid(beta) of a raw write strength, float32 (float64 of float64)."""
     if not uses_kernels(beta) or beta.ndim < 3:
         return prologue.activate_strength(beta, factor)
-    return _Gate.apply(beta, None, None, "sigmoid", factor)
+    return _gate_function(beta, None, None, "sigmoid", factor)

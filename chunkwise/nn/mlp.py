@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .activation import activation
-from .boundary import define, uses_kernels
+from .boundary import define, differentiable, uses_kernels
 from .joint import together
 from .linear import Linear
 from .norm import GATES
@@ -80,6 +80,9 @@ class _Halves(torch.autograd.Function):
         return _halves_backward_op(*ctx.saved_tensors, *grads, ctx.act), None
 
 
+_halves_function = differentiable(_Halves)
+
+
 class _Glu(torch.autograd.Function):
     """The kernels as one differentiable function; it keeps a and b alone."""
 
@@ -98,6 +101,9 @@ class _Glu(torch.autograd.Function):
         return (*_glu_backward_op(*ctx.saved_tensors, *grads, ctx.act), None)
 
 
+_glu_function = differentiable(_Glu)
+
+
 def glu(a: Tensor, b: Tensor, act: str | None = "silu") -> Tensor:
     """act(a) * b, element by element, in a's dtype; on a GPU in one pass over memory where act is silu or sigmoid.
 
@@ -108,7 +114,7 @@ def glu(a: Tensor, b: Tensor, act: str | None = "silu") -> Tensor:
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"glu: b must be like a, {list(a.shape)} {a.dtype}, got {list(b.shape)} {b.dtype}")
     if act in GATES and uses_kernels(a):
-        return _Glu.apply(a, b, GATES[act])
+        return _glu_function(a, b, GATES[act])
     return function(a) * b
 
 
@@ -126,7 +132,7 @@ def glu_halves(ab: Tensor, act: str | None = "silu") -> Tensor:
     if ab.shape[-1] % 2:
         raise ValueError(f"glu_halves: ab must hold a and b side by side, got {list(ab.shape)}")
     if act in GATES and uses_kernels(ab) and ab.shape[-1] % (2 * HALF) == 0:
-        return _Halves.apply(ab, GATES[act])
+        return _halves_function(ab, GATES[act])
     a, b = ab.chunk(2, -1)
     return glu(a, b, act)
 

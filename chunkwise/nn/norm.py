@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..engine.library import direct
 from ..engine.memory import room
 from .activation import activation as activation_named
-from .boundary import check_device, define, present, uses_kernels
+from .boundary import check_device, define, differentiable, present, uses_kernels
 
 KINDS = ("rms", "layer", "l2")
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # activations of a gate, by the names of one and the same
@@ -135,13 +135,13 @@ def _stretches(h: Tensor) -> list[slice]:
     return [slice(a, a + n) for a in range(0, h.shape[0], n)]
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor | None]:
     from .launch.norm import forward
 
     return forward(*args)
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(*args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     from .launch.norm import backward
 
     return backward(*args)
@@ -195,6 +195,9 @@ class _Norm(torch.autograd.Function):
         return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * (len(ctx.switches) + 1))
 
 
+_norm_function = differentiable(_Norm)
+
+
 def _norm(
     name: str, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
     groups: int, activation: str, out: torch.dtype | None = None,
@@ -218,7 +221,7 @@ def _norm(
     check_device(name, "x", x, residual=residual, gate=gate, weight=weight, bias=bias)
     switches = (float(eps), groups, kind, GATES[activation], out)
     if uses_kernels(x) and (residual is None or uses_kernels(residual)) and D // groups <= WIDEST:
-        y, h = _Norm.apply(x, residual, weight, bias, gate, *switches)
+        y, h = _norm_function(x, residual, weight, bias, gate, *switches)
         return y, x if residual is None else h
     h = x if residual is None else x + residual
     if not (direct((h, weight, bias, gate)) or torch.compiler.is_compiling()) or h.numel() <= STRETCH and not torch.is_grad_enabled():
@@ -229,8 +232,6 @@ def _norm(
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last axis, computed in float32; a zero row stays zero. Same shape and dtype as x."""
-    if x.ndim > 2 and not x.is_contiguous():  # heads of a slice of wider rows: as groups of channels they are read in place
-        return _norm("l2norm", "l2", x.flatten(-2), None, None, None, None, eps, x.shape[-2], "silu")[0].view(x.shape)
     return _norm("l2norm", "l2", x, None, None, None, None, eps, 1, "silu")[0]
 
 

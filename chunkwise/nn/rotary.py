@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .boundary import define, uses_kernels
+from .boundary import define, differentiable, uses_kernels
 
 
 def _turned(x: Tensor, positions: Tensor, theta: float, interleaved: bool, back: bool) -> Tensor:
@@ -40,6 +40,9 @@ class _Rotary(torch.autograd.Function):
         return _turn_op(grads[0], *ctx.saved_tensors, *ctx.how, True), None, None, None
 
 
+_rotary_function = differentiable(_Rotary)
+
+
 def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved: bool = False) -> Tensor:
     """Turn the pairs (x_i, x_{i + K/2}) of every head, interleaved (x_2i, x_{2i+1}), by positions * theta^(-2i/K).
 
@@ -67,7 +70,7 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
     if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T or positions.is_floating_point():
         raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}] integers, got {list(positions.shape)} {positions.dtype}")
     if uses_kernels(x) and K <= 1024 and B < 2**16:
-        return _Rotary.apply(x, positions, float(theta), interleaved)
+        return _rotary_function(x, positions, float(theta), interleaved)
     pair = torch.arange(K // 2, device=x.device, dtype=torch.float64)
     angle = positions.to(torch.float64)[..., None, None] * theta ** (pair * (-2.0 / K))  # [B or 1, T, 1, K/2]
     half = torch.promote_types(x.dtype, torch.float32)

@@ -59,4 +59,8 @@ def test_sixteen_bits_beside_a_wide_residual(monkeypatch):
 
 
 def test_heads_of_a_slice_are_read_in_place(monkeypatch):
-    check(monkeypatch, [norm], lambda whole: l2norm(whole[..., 4:34].unflatten(-1, (3, 10))), draw(2, 7, 40))
+    monkeypatch.setattr(__import__("chunkwise.nn.launch.norm", fromlist=["x"]), "PROGRAMS", 6)
+    heads = lambda whole: whole[..., 4:34].unflatten(-1, (3, 10))
+    check(monkeypatch, [norm], lambda whole: l2norm(heads(whole)), draw(2, 7, 40))
+    x, w, b = draw(2, 70, 3, 10, seed=1), draw(10, seed=2), draw(10, seed=3)
+    check(monkeypatch, [norm], lambda x, whole, w, b: layer_norm(x, w, b, gate=heads(whole)), x, draw(2, 70, 40), w, b)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.conv import conv_grad_kernel, conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel
 from ..packing import sequence_index
-from .row import rows
+from .row import rows, start
 
 BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
 AHEAD, BACK = 8, 8  # rows loaded at a time
@@ -54,23 +54,24 @@ def _block(D: int) -> tuple[int, int]:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, offsets: Tensor | None,
     first: Tensor | None, silu: bool, final: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y [B, T, D], final state [N, D, W - 1] or empty)."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y [B, T, D], final state [N, D, W - 1] or None)."""
     at, (a, sx), (r, sr) = place(x, offsets, first), rows(x), rows(x if residual is None else residual)
-    R, D = a.shape
+    R, D = x.shape[0] * x.shape[1], x.shape[2]
     W = weight.shape[1]
     weight, past = weight.contiguous(), x if state is None else state.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (BD, warps), packed = _block(D), at.first is not None
     if y.numel():
         L = _pieces(R, D, BD, AHEAD, PIECE)
-        conv_kernel[(-(-R // L), -(-D // BD))](
+        start(
+            conv_kernel, (-(-R // L), -(-D // BD)),
             a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
             y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0,
-            STATE=state is not None, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, num_warps=warps,
+            STATE=state is not None, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, warps=warps,
         )  # fmt: skip
-    last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else x.new_empty(0)
-    if last.numel():
+    last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else None
+    if last is not None and last.numel():
         T = x.shape[1]
         conv_state_kernel[(at.N, -(-D // BD))](
             a, past, a if at.offsets is None else at.offsets, last, sx, T, D, W=W, BD=BD, PACKED=offsets is not None,
@@ -82,10 +83,10 @@ def forward(
 def backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, offsets: Tensor | None, first: Tensor | None, dy: Tensor,
     dlast: Tensor | None, silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dweight, dbias, dstate), the last two empty where there is none."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dx, dweight, dbias, dstate), the last two None where there is none."""
     at, (a, sx), (u, sy) = place(x, offsets, first), rows(x), rows(dy)
-    R, D = a.shape
+    R, D = x.shape[0] * x.shape[1], x.shape[2]
     W, few = weight.shape[1], int(bias is not None)
     flat, past = weight.contiguous(), x if state is None else state.contiguous()
     last = x if dlast is None else dlast.contiguous()
@@ -97,18 +98,19 @@ def backward(
     parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
     unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets
     if dx.numel():
-        conv_grad_kernel[(-(-R // L), -(-D // BD))](
+        start(
+            conv_grad_kernel, (-(-R // L), -(-D // BD)),
             a, flat, x if bias is None else bias, u, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx, parts,
             sx, sy, R, at.T, D, L, W=W, U=U, BD=BD, PACKED=at.first is not None,
             ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
-            SILU=silu, num_warps=warps,
+            SILU=silu, warps=warps,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
-    dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), x.new_empty(0)
+    dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None
     if bias is not None:
         db = sums[W].to(bias.dtype)
-    dstate = x.new_empty(0) if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
-    if dstate.numel():
+    dstate = None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
+    if dstate is not None and dstate.numel():
         conv_state_grad_kernel[(at.N, -(-D // BD))](
             a, flat, x if bias is None else bias, u, past, last, ends, dstate, sx, sy, x.shape[1], D, W=W, BD=BD,
             PACKED=offsets is not None, LAST=dlast is not None, BIAS=bias is not None, SILU=silu, num_warps=warps,

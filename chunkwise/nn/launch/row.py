@@ -18,15 +18,13 @@ def _built(warps: int) -> Config:
 
 def start(kernel: Any, grid: int | tuple[int, int], *args: Any, warps: int, **switches: Any) -> None:
     """kernel[grid](*args, **switches) in little host time; args: all that are no switches, in the kernel's order."""
-    across, along = grid if isinstance(grid, tuple) else (grid, 1)
-    if along == 1:
-        launch(kernel, across, *args, config=_built(warps), **switches)
-    else:
-        kernel[across, along](*args, **switches, **_built(warps).launch)
+    launch(kernel, grid, *args, config=_built(warps), **switches)
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
-    """[..., D] as rows evenly apart, and their distance; a copy only where they are not."""
+    """[..., D], in which rows lie evenly apart, and their distance; a copy only where they do not."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
     return flat, flat.stride(0) if flat.shape[0] > 1 else flat.shape[1]
