@@ -1,11 +1,14 @@
 """The modules on a GPU: their kernels against float64 and PyTorch's operators on a CPU, at sizes that do and do not fill the card."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nn_agreement import GRADIENT, OUTPUT
 
 from chunkwise import nn
 from chunkwise.nn import gate
+from chunkwise.nn.joint import convolve
 from chunkwise.nn.mlp import glu_halves
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +32,17 @@ def loss(reduction="mean", rows=32, labels=LABELS, **terms):
     return lambda x, w, b: nn.linear_cross_entropy(x, w, labels.to(x.device), b, reduction=reduction, rows=rows, **terms)
 
 
+def several(*sizes, cu=None):
+    def run(x, w, b):
+        convs = [
+            SimpleNamespace(hidden_size=n, activation="silu", weight=w_n[:, None], bias=b_n)
+            for n, w_n, b_n in zip(sizes, w.split(sizes), b.split(sizes))
+        ]
+        return convolve(convs, x, None, False, None if cu is None else cu.to(x.device))[0]
+
+    return run
+
+
 def turn(start=0, **how):
     return lambda x: nn.rotary(x, torch.arange(start, start + x.shape[1], device=x.device)[None], **how)
 
@@ -49,6 +63,8 @@ CASES = {
         lambda x, w: nn.causal_conv1d(x[..., 64:192], w, activation="silu", residual=x[..., :128])[0],
         [(2, 257, 192), (128, 3)],
     ),
+    "conv of several": (several(768, 768, 1024), [(2, 600, 2560), (2560, 4), (2560,)]),
+    "conv of several, packed": (several(384, 128, cu=LONG), [(1, 4099, 512), (512, 4), (512,)]),
     "conv, runs of numbers": (
         lambda x, w: nn.causal_conv1d(
             x, w, activation="silu", channels_first=True, seq_idx=(torch.arange(258, device=x.device).view(2, 129) // 50).int()

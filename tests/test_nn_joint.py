@@ -7,7 +7,6 @@ from torch import nn
 
 from chunkwise.nn import joint as page
 from chunkwise.nn.joint import plain, together
-from chunkwise.nn.mixer import layer as core
 
 
 @pytest.fixture
@@ -51,8 +50,8 @@ def test_a_module_that_does_more_is_called(as_on_a_gpu, monkeypatch):
 
 def test_alike_convolutions_are_one_and_others_are_called(as_on_a_gpu, monkeypatch):
     layer, x, widths = build("gated_delta_rule", conv_bias=True), draw(2, 20, 24), []
-    one = core.causal_conv1d
-    monkeypatch.setattr(core, "causal_conv1d", lambda x, *rest: widths.append(x.shape[-1]) or one(x, *rest))
+    one = page.causal_conv1d
+    monkeypatch.setattr(page, "causal_conv1d", lambda x, *rest: widths.append(x.shape[-1]) or one(x, *rest))
     together = layer(x)[0]
     assert widths == [24 + 24 + 48]
     layer.k_conv1d.register_forward_hook(lambda *_: widths.append("called"))

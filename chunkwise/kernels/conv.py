@@ -67,13 +67,13 @@ def inside(t0, first, R, T, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def conv_rows(
-    x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, t0, o_d, m_d, b_w, b_b, past,
+    x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, t0, o_d, m_d, b_w, b_b, past,
     KNOWN: tl.constexpr, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """U rows from t0 on; past: rows t - (W - 1) to t - 1. KNOWN: row t0 + u is at least row KNOWN + u of its sequence, -1: who knows."""
     new = ()
-    p_x, p_y = x + t0.to(tl.int64) * sx + o_d, y + t0.to(tl.int64) * D + o_d
+    p_x, p_y = x + t0.to(tl.int64) * sx + o_d, y + t0.to(tl.int64) * sy + o_d
     for u in tl.static_range(U):
         new = new + (tl.load(p_x + u * sx, mask=m_d & (t0 + u < R), other=0.0),)
     n_0 = t0 - beginning(t0, first, R, T, PACKED)
@@ -93,21 +93,31 @@ def conv_rows(
         m = m_d & (t < R)
         if RESIDUAL:
             b_z += tl.load(residual + t.to(tl.int64) * sr + o_d, mask=m, other=0.0).to(tl.float32)
-        tl.store(p_y + u * D, b_z.to(y.dtype.element_ty), mask=m)
+        tl.store(p_y + u * sy, b_z.to(y.dtype.element_ty), mask=m)
         past = past[1:] + (b_x,)
     return past
 
 
 @triton.jit(do_not_specialize=["R"])
 def conv_kernel(
-    x, weight, bias, residual, state, first, sequence, y, sx, sr, R, T, D, L,
+    x, weight, bias, residual, state, first, sequence, y, y1, y2, sx, sr, sy, sy1, sy2, E1, E2, R, T, D, L,
     W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """y = act(conv(x) + bias) + residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded at a time."""
+    """y = act(conv(x) + bias) + residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded at a time.
+
+    PARTS: channels from E1 on go to y1, those from E2 on to y2; both are multiples of BD.
+    """
     start = tl.program_id(0) * L
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
+    if PARTS:
+        if tl.program_id(1) * BD >= E2:
+            y = y2 - E2
+            sy = sy2
+        elif tl.program_id(1) * BD >= E1:
+            y = y1 - E1
+            sy = sy1
     b_w = columns(weight, o_d, m_d, W)
     b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
     past = ()
@@ -117,17 +127,17 @@ def conv_kernel(
     for i in range(0, L, U):
         if ALIGNED:
             past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
                 0, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
             )  # fmt: skip
         elif inside(start + i, first, R, T, U, W, PACKED):
             past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
                 W - 1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
             )  # fmt: skip
         else:
             past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
+                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
                 -1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
             )  # fmt: skip
 
@@ -199,18 +209,26 @@ def grad_rows(
 
 @triton.jit(do_not_specialize=["R"])
 def conv_grad_kernel(
-    x, weight, bias, dy, state, dlast, first, sequence, offsets, dx, dweight, sx, sy, R, T, D, L,
+    x, weight, bias, dy, dy1, dy2, state, dlast, first, sequence, offsets, dx, dweight, sx, sy, sy1, sy2, E1, E2, R, T, D, L,
     W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, weight and bias. dlast [N, D, W - 1]: the incoming gradient of the final state. Grid as in conv_kernel.
 
-    dweight: [pieces, W + BIAS, D] fp32, each piece's own sum; the bias's comes last.
+    dweight: [pieces, W + BIAS, D] fp32, each piece's own sum; the bias's comes last. PARTS: dy1 is dy of the channels from E1 on, dy2 of
+    those from E2 on, both multiples of BD.
     """
     i_l = tl.program_id(0)
     start = i_l * L
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
+    if PARTS:
+        if tl.program_id(1) * BD >= E2:
+            dy = dy2 - E2
+            sy = sy2
+        elif tl.program_id(1) * BD >= E1:
+            dy = dy1 - E1
+            sy = sy1
     b_w = columns(weight, o_d, m_d, W)
     b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
     b_db = tl.zeros([BD], tl.float32)

@@ -13,7 +13,7 @@ from ..engine.memory import room
 from .activation import activation as activation_named
 from .boundary import check_device, define, differentiable, present, uses_kernels
 from .norm import wide
-from .packing import check_offsets, sequence_index
+from .packing import check_offsets, first_rows, sequence_index
 
 SILU = ("silu", "swish")  # the activation that kernels apply themselves
 WIDEST = 8  # columns of a weight that a kernel holds in registers
@@ -91,7 +91,7 @@ def _taps(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor | None]:
+def _forward(*args: Any) -> tuple[list[Tensor], Tensor | None]:
     from .launch.conv import forward
 
     return forward(*args)
@@ -104,8 +104,8 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _fake_forward(x: Tensor, weight: Tensor, _bias: Any, _residual: Any, _state: Any, offsets: Tensor | None, *switches: Any) -> Any:
-    N = x.shape[0] if offsets is None else offsets.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty((N, x.shape[2], weight.shape[1] - 1) if switches[-1] else (0,))
+    (*_, final, sizes), N = switches, x.shape[0] if offsets is None else offsets.shape[0] - 1
+    return [x.new_empty(*x.shape[:2], n) for n in sizes], x.new_empty((N, x.shape[2], weight.shape[1] - 1) if final else (0,))
 
 
 def _fake_backward(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
@@ -138,12 +138,12 @@ def _update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index
 
 _conv_op = define(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? offsets, Tensor? first, bool silu, "
-    "bool final) -> (Tensor y, Tensor last)",
+    "bool final, int[] sizes) -> (Tensor[] y, Tensor last)",
     _forward,
     _fake_forward,
 )
 _conv_backward_op = define(
-    "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? offsets, Tensor? first, Tensor dy, "
+    "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? offsets, Tensor? first, Tensor[] dy, "
     "Tensor? dlast, bool silu) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dstate)",
     _backward,
     _fake_backward,
@@ -156,27 +156,28 @@ _update_op = define(
 
 
 class _Conv(torch.autograd.Function):
-    """The kernels as one differentiable function of x, weight, bias, residual and state."""
+    """The kernels as one differentiable function of x, weight, bias, residual and state: y in parts of these sizes, and the last."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _conv_op(*args)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        made, last = _conv_op(*args)
+        return *made, last
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, residual, state, offsets, first, ctx.silu, ctx.final = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, residual, state, offsets, first, ctx.silu, ctx.final, _ = inputs
         ctx.save_for_backward(x, weight, bias, state, offsets, first)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        x, *rest = ctx.saved_tensors
-        dx, dw, db, ds = _conv_backward_op(x, *rest, dy, dlast if ctx.final else None, ctx.silu)
-        d = (dx, dw, db, dy, ds)
-        return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dy, dlast = grads[:-1], grads[-1]
+        dx, dw, db, ds = _conv_backward_op(*ctx.saved_tensors, dy, dlast if ctx.final else None, ctx.silu)
+        d = (dx, dw, db, dy[0], ds)
+        return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None, None)
 
 
-_conv_function = differentiable(_Conv)
+convolution = differentiable(_Conv)
 
 
 def _plain(
@@ -225,6 +226,11 @@ def _plain(
     return y.to(x.dtype), last.transpose(1, 2).clone(memory_format=torch.contiguous_format) if final and last is not None else None
 
 
+def by_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the convolution of x [B, T, D] by weight [D, W] is a kernel's."""
+    return uses_kernels(x) and 2 <= weight.shape[1] <= WIDEST and x.shape[:2].numel() < 2**31
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -265,8 +271,8 @@ def causal_conv1d(
         raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"{name}: residual must be like x, {list(x.shape)} {x.dtype}, got {list(residual.shape)} {residual.dtype}")
-    given = dict(weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, residual=residual, seq_idx=seq_idx)
-    check_device(name, "x", x, **given)
+    others = dict(weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, residual=residual, seq_idx=seq_idx)
+    check_device(name, "x", x, **others)
     if channels_first:
         x, residual = x.transpose(1, 2), None if residual is None else residual.transpose(1, 2)
     B, T, D = x.shape
@@ -286,11 +292,12 @@ def causal_conv1d(
             raise ValueError(f"{name}: seq_idx must be [B, T] = [{B}, {T}] integers, got {list(seq_idx.shape)} {seq_idx.dtype}")
         if cu_seqlens is not None or initial_state is not None or output_final_state:
             raise ValueError(f"{name}: seq_idx says where sequences begin without numbering them: no cu_seqlens and no states beside it")
-        first = _first_rows(seq_idx)
-    if uses_kernels(x) and 2 <= W <= WIDEST and B * T < 2**31:
+        first = first_rows(seq_idx)
+    if by_kernel(x, weight):
         silu = activation in SILU
         whole = silu or activation is None  # another activation comes after the kernel, and so does what is added
-        y, last = _conv_function(x, weight, bias, residual if whole else None, initial_state, cu_seqlens, first, silu, output_final_state)
+        given = x, weight, bias, residual if whole else None, initial_state, cu_seqlens, first, silu, output_final_state
+        y, last = convolution(*given, (D,))
         y = y if whole else activation_named(activation)(y)
         y = y if whole or residual is None else y + residual
         final = last if output_final_state else None
@@ -299,13 +306,6 @@ def causal_conv1d(
     if seq_idx is not None:
         y = y.masked_fill((seq_idx < 0).unsqueeze(-1), 0)
     return y.transpose(1, 2) if channels_first else y, final
-
-
-def _first_rows(seq_idx: Tensor) -> Tensor:
-    """[B * T] int32: the first row of the run of equal numbers that each row belongs to, rows counted through the batch."""
-    row = torch.arange(seq_idx.numel(), device=seq_idx.device).view(seq_idx.shape)
-    begins = nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
-    return torch.where(begins, row, 0).cummax(1).values.flatten().int() if seq_idx.numel() else row.flatten().int()
 
 
 def causal_conv1d_update(

@@ -51,6 +51,13 @@ class Packing:
         return x.unflatten(0, (self.batch, self.length))
 
 
+def first_rows(seq_idx: Tensor) -> Tensor:
+    """[B * T] int32: the first row of the run of equal numbers that each row belongs to, rows counted through the batch."""
+    row = torch.arange(seq_idx.numel(), device=seq_idx.device).view(seq_idx.shape)
+    begins = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    return torch.where(begins, row, 0).cummax(1).values.flatten().int() if seq_idx.numel() else row.flatten().int()
+
+
 def sequence_index(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[n] int64: the sequence that each of the packed tokens belongs to; empty sequences own none."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)

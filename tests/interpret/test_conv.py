@@ -1,10 +1,13 @@
 """The convolution's kernels in Triton's interpreter, forward and backward, against their form in PyTorch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from module_case import check, close, draw
 
 from chunkwise.nn import causal_conv1d, causal_conv1d_update, conv
+from chunkwise.nn.joint import convolve
 from chunkwise.nn.launch import conv as launch
 
 OFFSETS = torch.tensor([0, 0, 1, 4, 4, 13, 16, 16])  # empty, one token, shorter than a window, longer
@@ -28,6 +31,22 @@ def both_states(cu=None, activation="silu"):
         return y, last
 
     return run
+
+
+@pytest.mark.parametrize("sizes, least", [((16, 32, 8), 8), ((16, 16), 8), ((20, 4, 8), 8), ((8, 8, 8, 8), 1)])
+@pytest.mark.parametrize("cu", [None, OFFSETS], ids=["dense", "packed"])
+def test_gradients_of_several_convolutions_are_read_where_they_lie(monkeypatch, sizes, least, cu):
+    """Blocks of 16 and of 8 channels, and gradients put side by side: of widths without a common block, of more than three."""
+    monkeypatch.setattr(launch, "LEAST", least)
+
+    def run(x, w, b):
+        convs = [SimpleNamespace(hidden_size=n, activation="silu", weight=w_n[:, None], bias=b_n)
+                 for n, w_n, b_n in zip(sizes, w.split(sizes), b.split(sizes))]  # fmt: skip
+        made, last = convolve(convs, x, None, True, cu)
+        return *made, last
+
+    D = sum(sizes)
+    check(monkeypatch, [conv], run, draw(*((2, 11) if cu is None else (1, 16)), D), draw(D, 4, seed=1), draw(D, seed=2))
 
 
 @pytest.mark.parametrize("T, W", [(1, 2), (2, 4), (11, 4), (5, 8), (8, 8)])

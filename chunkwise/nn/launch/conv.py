@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from .row import rows, start
 
 BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
 AHEAD, BACK = 8, 8  # rows loaded at a time
+PARTS, LEAST = 3, 64  # parts that outputs and their gradients may lie in, and channels of the smallest block then
 PIECE, PIECE_BACK = 64, 256  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
 
 
@@ -53,22 +55,24 @@ def _block(D: int) -> tuple[int, int]:
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, offsets: Tensor | None,
-    first: Tensor | None, silu: bool, final: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y [B, T, D], final state [N, D, W - 1] or None)."""
+    first: Tensor | None, silu: bool, final: bool, sizes: Sequence[int],
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """(y, in parts [B, T, channels] of these sizes, final state [N, D, W - 1] or None)."""
     at, (a, sx), (r, sr) = place(x, offsets, first), rows(x), rows(x if residual is None else residual)
     R, D = x.shape[0] * x.shape[1], x.shape[2]
     W = weight.shape[1]
     weight, past = weight.contiguous(), x if state is None else state.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (BD, warps), packed = _block(D), at.first is not None
-    if y.numel():
+    BD, warps, fit = _common(*_block(D), sizes, state)
+    made, packed = [x.new_empty(*x.shape[:2], n) for n in (sizes if fit else (D,))], at.first is not None
+    y, y1, y2 = made + made[-1:] * (PARTS - len(made))
+    if R * D:
         L = _pieces(R, D, BD, AHEAD, PIECE)
         start(
             conv_kernel, (-(-R // L), -(-D // BD)),
             a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
-            y, sx, sr, R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0,
-            STATE=state is not None, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, warps=warps,
+            y, y1, y2, sx, sr, y.shape[2], y1.shape[2], y2.shape[2], sizes[0], sum(sizes[:2]), R, at.T, D, L, W=W, U=AHEAD, BD=BD,
+            PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0, STATE=state is not None, BIAS=bias is not None,
+            RESIDUAL=residual is not None, SILU=silu, PARTS=len(made) > 1, warps=warps,
         )  # fmt: skip
     last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else None
     if last is not None and last.numel():
@@ -77,33 +81,47 @@ def forward(
             a, past, a if at.offsets is None else at.offsets, last, sx, T, D, W=W, BD=BD, PACKED=offsets is not None,
             STATE=state is not None, num_warps=warps,
         )  # fmt: skip
-    return y, last
+    return made if fit else [t.contiguous() for t in y.split(list(sizes), 2)], last
+
+
+def _common(BD: int, warps: int, sizes: Sequence[int], state: Tensor | None) -> tuple[int, int, bool]:
+    """Blocks of channels of which each lies in one of the parts, their warps, and whether there are such: beside a state, which takes
+    registers too, of one part alone."""
+    if len(sizes) == 1:
+        return BD, warps, True
+    part = min(BD, *(n & -n for n in sizes))
+    fit = len(sizes) <= PARTS and part >= min(BD, LEAST) and state is None
+    return (part, max(1, warps * part // BD), True) if fit else (BD, warps, False)
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, offsets: Tensor | None, first: Tensor | None, dy: Tensor,
-    dlast: Tensor | None, silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, offsets: Tensor | None, first: Tensor | None,
+    dy: Sequence[Tensor], dlast: Tensor | None, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dx, dweight, dbias, dstate), the last two None where there is none."""
-    at, (a, sx), (u, sy) = place(x, offsets, first), rows(x), rows(dy)
+    """(dx, dweight, dbias, dstate), the last two None where there is none. dy: one, or that of so many channels each."""
     R, D = x.shape[0] * x.shape[1], x.shape[2]
     W, few = weight.shape[1], int(bias is not None)
-    flat, past = weight.contiguous(), x if state is None else state.contiguous()
-    last = x if dlast is None else dlast.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (BD, warps), U = _block(D), BACK
     if state is not None or dlast is not None:  # they take registers too
         BD, U = max(32, BD // 2), BACK // 2
+    BD, warps, fit = _common(BD, warps, [t.shape[2] for t in dy], state)
+    dy = dy if fit else (torch.cat(tuple(dy), 2),)
+    at, (a, sx), ups = place(x, offsets, first), rows(x), [rows(t) for t in dy]
+    (u, sy), (u1, s1), (u2, s2) = ups + ups[-1:] * (PARTS - len(ups))
+    e1, e2 = dy[0].shape[2], sum(t.shape[2] for t in dy[:2])
+    flat, past = weight.contiguous(), x if state is None else state.contiguous()
+    last = x if dlast is None else dlast.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     L = _pieces(R, D, BD, U, PIECE_BACK)
     parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
     unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets
     if dx.numel():
         start(
             conv_grad_kernel, (-(-R // L), -(-D // BD)),
-            a, flat, x if bias is None else bias, u, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx, parts,
-            sx, sy, R, at.T, D, L, W=W, U=U, BD=BD, PACKED=at.first is not None,
+            a, flat, x if bias is None else bias, u, u1, u2, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx,
+            parts, sx, sy, s1, s2, e1, e2, R, at.T, D, L, W=W, U=U, BD=BD, PACKED=at.first is not None,
             ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
-            SILU=silu, warps=warps,
+            SILU=silu, PARTS=len(dy) > 1, warps=warps,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
     dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None

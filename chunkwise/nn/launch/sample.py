@@ -33,8 +33,9 @@ def _conv(dtype: torch.dtype, D: int, K: int, V: int) -> None:
     for packed, states in product((False, True), repeat=2):
         x, N = _empty(1 if packed else 4, 8192, D, dtype=dtype), 4
         state, bias = (_empty(N, D, 3, dtype=dtype), _empty(D, dtype=dtype)) if states else (None, None)
-        conv.forward(x, weight, bias, None, state, cu if packed else None, None, True, states)
-        conv.backward(x, weight, bias, state, cu if packed else None, None, x, state, True)
+        for dy in ((x,), x.tensor_split((D // 4, D // 2), 2)):
+            conv.forward(x, weight, bias, None, state, cu if packed else None, None, True, states, [t.shape[2] for t in dy])
+            conv.backward(x, weight, bias, state, cu if packed else None, None, dy, state, True)
     x = _empty(4, 1, D, dtype=dtype)
     for index in (None, _empty(4, dtype=torch.int32)):
         conv.update(x, _empty(9, D, 3, dtype=dtype), weight, None, index, True)
@@ -49,6 +50,10 @@ def _norm(dtype: torch.dtype, D: int, K: int, V: int) -> None:
         bias, residual, gate = weight if kind == "layer" else None, x if added else None, x if activation else None
         norm.forward(x, residual, weight, bias, gate, 1e-6, 1, kind, activation, None)
         norm.backward(x, weight, bias, gate, x, residual, 1e-6, 1, kind, activation)
+        if activation:  # by heads in wider rows
+            x, wider = x.view(-1, 8, width), _empty(x.shape[0] // 8, 9 * width, dtype=dtype)[:, : 8 * width].view(-1, 8, width)
+            norm.forward(x, None, weight, None, wider, 1e-6, 1, kind, activation, None)
+            norm.backward(x, weight, None, wider, x, None, 1e-6, 1, kind, activation)
 
 
 def _gate(dtype: torch.dtype, D: int, K: int, V: int) -> None:

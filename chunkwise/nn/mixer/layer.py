@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...engine.library import direct
 from ...spec import PREFIX, Form, Op, all_ops
-from ..conv import ShortConvolution, causal_conv1d
-from ..joint import plain
+from ..conv import ShortConvolution
+from ..joint import convolve, plain
 from ..packing import Packing, plan_packing
 from ..shift import token_shift
 
@@ -81,11 +81,10 @@ class Window:
 
     def convolve_all(self, convs: Sequence[ShortConvolution], x: Tensor) -> tuple[Tensor, ...]:
         """What `convolve` makes of the channels of each, side by side in x [B, T, D], by one convolution; for those that are `alike`."""
-        weight = torch.cat([c.weight for c in convs]).squeeze(1)
-        biases: list[Tensor] = [c.bias for c in convs if c.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        y, state = causal_conv1d(x, weight, bias, self._past(x.shape[-1]), self.keep, convs[0].activation, self.packing.cu_seqlens)
-        return self._leave(y, state).split([c.hidden_size for c in convs], -1)
+        made, state = convolve(convs, x, self._past(x.shape[-1]), self.keep, self.packing.cu_seqlens)
+        if state is not None:
+            self.left.append(state)
+        return made
 
     def _few(self, conv: ShortConvolution, x: Tensor, past: Tensor) -> bool:
         """Whether this is a step of a few tokens without gradients, by a convolution that is its parameters and nothing else."""
