@@ -26,6 +26,7 @@ from torch import Tensor
 from chunkwise.bench.autotuner import build_side_by_side
 from chunkwise.data.mix import mix
 from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
+from chunkwise.models.capture import Captured
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,7 +77,8 @@ def theirs(a: argparse.Namespace) -> Any:
     return model.to(DEVICE)
 
 
-BUILD = {"chunkwise": ours, "chunkwise compiled": ours, "chunkwise captured": ours, "fla": theirs, "fla captured": theirs}
+# captured: forward and backward pass by `models.capture`; graph: the optimizer too; compiled: by torch.compile, of fla what it lets through
+BUILD = {f"{name}{how}": make for name, make in (("chunkwise", ours), ("fla", theirs)) for how in ("", " captured", " graph", " compiled")}
 
 
 def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
@@ -100,23 +102,28 @@ def prove(side: str, a: argparse.Namespace, tokens: Tensor) -> None:
 def prepare(side: str, a: argparse.Namespace) -> tuple[Any, Any]:
     """The model, and step(ids [B, T], its number) -> loss: forward, backward, clipping, AdamW, the rate rising for 20 steps."""
     model = BUILD[side](a).train()
-    run = torch.compile(model, fullgraph=True) if side.endswith("compiled") else model
+    run = torch.compile(model, fullgraph=side.startswith("chunkwise")) if side.endswith("compiled") else model
+    passes = Captured(model, dtype=torch.bfloat16) if side.endswith("captured") else None
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
     rate = torch.tensor(a.lr, device=DEVICE)
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=DEVICE == "cuda", capturable=side.endswith("captured"))
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=DEVICE == "cuda", capturable=side.endswith("graph"))
 
-    def step(x: Tensor) -> Tensor:
+    def once(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = run(input_ids=x, labels=x).loss
         loss.backward()
+        return loss
+
+    def step(x: Tensor) -> Tensor:
+        loss = once(x) if passes is None else passes(input_ids=x, labels=x)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    taken = captured(step, a) if side.endswith("captured") else step
+    taken = whole(step, a) if side.endswith("graph") else step
 
     def scheduled(x: Tensor, s: int) -> Tensor:
         rate.fill_(a.lr * min(1.0, (s + 1) / 20))
@@ -125,7 +132,7 @@ def prepare(side: str, a: argparse.Namespace) -> tuple[Any, Any]:
     return model, scheduled
 
 
-def captured(step: Any, a: argparse.Namespace) -> Any:
+def whole(step: Any, a: argparse.Namespace) -> Any:
     """The step as one CUDA graph, after three that warm it up: what it takes without the host."""
     given = torch.zeros(a.batch, a.context, dtype=torch.int64, device=DEVICE)
     stream = torch.cuda.Stream()
@@ -149,6 +156,8 @@ def captured(step: Any, a: argparse.Namespace) -> Any:
 def train(side: str, a: argparse.Namespace, tokens: Tensor, steps: int) -> dict[str, Any]:
     """Warm up, then time `steps` steps of AdamW; {"loss": [...], "tokens/s", "ms", "GiB", "warm s"}."""
     begin = time.monotonic()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model, step = prepare(side, a)
     data = [batch(tokens, s, a.batch, a.context).to(DEVICE) for s in range(a.warm + steps)]
     losses, events = [], []
@@ -156,8 +165,6 @@ def train(side: str, a: argparse.Namespace, tokens: Tensor, steps: int) -> dict[
         if s == a.warm:
             _sync()
             warm = time.monotonic() - begin
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             start = time.monotonic()
         losses.append(step(x, s))
         if DEVICE == "cuda":
@@ -172,7 +179,8 @@ def train(side: str, a: argparse.Namespace, tokens: Tensor, steps: int) -> dict[
         "tokens/s": round(steps * a.batch * a.context / seconds),
         "ms a step, p20 p50 p80": [round(ms[len(ms) * q // 100], 2) for q in (20, 50, 80)] if ms else None,
         "ms a step till all is issued": round((issued - start) * 1e3 / steps, 2),
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None, "warm-up s": round(warm, 1),
+        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if DEVICE == "cuda" else None,
+        "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if DEVICE == "cuda" else None, "warm-up s": round(warm, 1),
         "losses": [round(x.item(), 4) for x in losses][:: max(1, len(losses) // 20)],
     }  # fmt: skip
 

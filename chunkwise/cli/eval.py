@@ -28,6 +28,7 @@ def evaluate(
     device: option.Device = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Keep the members that are done in --out and continue the others.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the runs in --out.")] = False,
+    capture: option.Capture = True,
 ) -> None:
     """Train each member on a synthetic task, report the share of answers that are right there and on harder ones, and plot it."""
     need("transformers", "train")
@@ -58,7 +59,7 @@ def evaluate(
         runs.append((recipe, folder, build_model(recipe, vocab=drawn.vocab), started, over))
     found = {}
     for recipe, folder, model, started, over in runs:
-        found[recipe.mixer] = _one(recipe, drawn, folder, model, device, started, over)
+        found[recipe.mixer] = _one(recipe, drawn, folder, model, device, started, over, capture)
         for value, accuracy in found[recipe.mixer].items():
             print(f"{recipe.mixer}: {accuracy:.1%} right at {drawn.axis} = {value} (guessing: {drawn.chance:.1%})", flush=True)
     draw_accuracy(found, drawn.axis, drawn.chance, f"{task}, trained at {drawn.axis} = {getattr(drawn, drawn.axis)}", out / "accuracy.png")
@@ -76,7 +77,7 @@ def _sizes(given: list[str], known: list[str]) -> dict[str, int]:
     return sizes
 
 
-def _one(recipe: Recipe, task: Any, folder: Folder, model: Any, device: str, started: bool, over: bool) -> dict[int, float]:
+def _one(recipe: Recipe, task: Any, folder: Folder, model: Any, device: str, started: bool, over: bool, capture: bool) -> dict[int, float]:
     """Accuracy by value of the axis, of one member: trained now, continued, or finished before."""
     from chunkwise.data.task import Drill
 
@@ -89,7 +90,7 @@ def _one(recipe: Recipe, task: Any, folder: Folder, model: Any, device: str, sta
     else:
         if not started:
             folder.begin(recipe)
-        fit(model, drill, recipe, folder, device)
+        fit(model, drill, recipe, folder, device, capture=capture)
     found = {}
     for value in (getattr(task, task.axis) * factor for factor in HARDER):
         try:

@@ -80,7 +80,9 @@ class Budget(TrainerCallback):
 class Loop(Trainer):
     """A Trainer that takes its batches in order, its learning rate from the recipe and its evaluation from the task."""
 
-    def __init__(self, model: Any, task: Any, recipe: Recipe, folder: Folder, device: str, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: Any, task: Any, recipe: Recipe, folder: Folder, device: str, tokenizer: Any = None, capture: bool = False
+    ) -> None:
         arguments = TrainingArguments(
             output_dir=str(folder.path),
             max_steps=recipe.limit or ENDLESS,
@@ -105,7 +107,9 @@ class Loop(Trainer):
         )
         if arguments.n_gpu > 1:
             arguments._n_gpu = 1  # one process trains on one GPU; DataParallel is never what is wanted
-        super().__init__(model=model, args=arguments, train_dataset=task.train, data_collator=_stack, processing_class=tokenizer)
+        super().__init__(
+            model=model, args=arguments, train_dataset=task.train, data_collator=_stack, processing_class=tokenizer, capture=capture,
+        )  # fmt: skip
         self.task, self.recipe = task, recipe
         self.budget = Budget(recipe)
         self.remove_callback(PrinterCallback)
@@ -144,12 +148,15 @@ def _stack(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 
 
-def fit(model: Any, task: Any, recipe: Recipe, folder: Folder, device: str, tokenizer: Any = None) -> dict[str, Any]:
-    """Train `model` on `task`, from the folder's newest checkpoint if it has one; save model, curve and result, and return the result."""
+def fit(
+    model: Any, task: Any, recipe: Recipe, folder: Folder, device: str, tokenizer: Any = None, *, capture: bool = False
+) -> dict[str, Any]:
+    """Train `model` on `task`, from the folder's newest checkpoint if it has one; save model, curve and result, and return the result.
+    capture: where the device is a GPU, steps go as CUDA graphs (`models.capture`)."""
     from torch.utils.tensorboard import SummaryWriter
 
     checkpoint = folder.checkpoint()
-    loop = Loop(model, task, recipe, folder, device, tokenizer)
+    loop = Loop(model, task, recipe, folder, device, tokenizer, capture and device == "cuda")
     curve = folder.path / "curve.png"
     start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else None
     writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=start)

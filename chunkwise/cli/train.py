@@ -27,6 +27,7 @@ def train(
     tokenizer: Annotated[str, typer.Option(help="byte, or bpe learnt from the text.")] = "byte",
     vocab: Annotated[int | None, typer.Option(help="Tokens of bpe; default 4096.")] = None,
     device: option.Device = "auto",
+    capture: option.Capture = True,
     resume: option.Resume = False,
     force: option.Force = False,
 ) -> None:
@@ -48,7 +49,7 @@ def train(
     device = choose_device(device)
     recipe.check(device)
     recipe = replace(recipe, threads=choose_threads(recipe.threads))
-    _run(recipe, found, folder, device, resume)
+    _run(recipe, found, folder, device, capture, resume)
 
 
 def _check_text(task: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ def _check_text(task: dict[str, Any]) -> None:
         raise Refusal(f"--vocab is for --tokenizer bpe and more than 256, got {task['vocab']} for {task['tokenizer']}")
 
 
-def _run(recipe: Recipe, texts: list[str], folder: Folder, device: str, resume: bool) -> None:
+def _run(recipe: Recipe, texts: list[str], folder: Folder, device: str, capture: bool, resume: bool) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -82,7 +83,7 @@ def _run(recipe: Recipe, texts: list[str], folder: Folder, device: str, resume: 
         folder.begin(recipe)
     size = sum(p.numel() for p in model.parameters())
     print(f"{recipe.mixer}: {recipe.layers} layers of width {recipe.width}, {size:,} parameters; {task.tokens:,} training tokens; {device}")
-    result = fit(model, task, recipe, folder, device, tokenizer)
+    result = fit(model, task, recipe, folder, device, tokenizer, capture=capture)
     print(f"validation  {result['bits_per_byte']:.3f} bits per byte after {result['steps']} steps, {result['seconds']:.0f} s")
     print(f"curve       {folder.path / 'curve.png'}")
     print(f"model       {folder.path}")
