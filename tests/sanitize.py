@@ -19,7 +19,7 @@ from oracle import Case, make, with_gradients
 
 from chunkwise import decode
 from chunkwise.engine import stages_triton
-from chunkwise.engine.tune import Cut
+from chunkwise.engine.cut import Cut
 from chunkwise.spec import Op, Rule, Streams, all_ops
 
 WHOLE = Case(T=130, H=2, K=64, V=64, chunk=64)  # two chunks and a bit

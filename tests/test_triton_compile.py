@@ -30,7 +30,7 @@ SERVED_CELLS = served()
 CELLS = tuple(dict.fromkeys(SERVED_CELLS.values()))
 SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
 FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
-# Bytes a thread may keep in memory: (cards, kernel, switches that must be on or off) -> (bytes, why). All else keeps its registers.
+# Bytes a thread may keep in memory: (cards, kernel, switches: on, off or a number) -> (bytes, why). All else keeps its registers.
 _GRADIENTS = "the gradients of all streams of a chunk live at once; narrower blocks keep their registers and are slower on an H200"
 _FAR = "gates that forget more than 2^100 in a chunk: what pairs give on every level is added to everything else"
 _ELSEWHERE = "not measured on such a card"
@@ -60,6 +60,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (
         32, "a head's decays between all pairs stay in registers: f+b 0.61 ms, else 0.68 (H200)",
     ),
+    (("sm_90",), "state_pass_kernel", ("BK=256", "not DELTA")): (280, "8 warps and 64 values spill nothing: 0.243 ms, else 0.201 (H200)"),
+    (("sm_80", "sm_100"), "state_pass_kernel", ("BK=256", "not DELTA")): (544, _ELSEWHERE),
     (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
     (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
     (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
@@ -79,8 +81,12 @@ def build(arch: str, *ops: str, **options) -> list[Built]:
 
 def allowed(b: Built) -> int:
     def applies(cards: tuple[str, ...], kernel: str, on: tuple[str, ...]) -> bool:
-        fits = (bool(b.switches.get(s.removeprefix("not "))) != s.startswith("not ") for s in on)
-        return b.arch in cards and b.kernel == kernel and all(fits)
+        def fits(switch: str) -> bool:
+            name, _, number = switch.removeprefix("not ").partition("=")
+            has = b.switches.get(name)
+            return (str(has) == number if number else bool(has)) != switch.startswith("not ")
+
+        return b.arch in cards and b.kernel == kernel and all(map(fits, on))
 
     return max((n for row, (n, _) in SPILLS.items() if applies(*row)), default=0)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 from . import cuda
 from . import stages_triton as stages
+from .cut import longest
 from .problem import Problem, given
 from .stages_triton_split import carried_entries, carried_room
-from .tune import longest
 
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:

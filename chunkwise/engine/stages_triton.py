@@ -14,10 +14,11 @@ from ..kernels.index import index_kernel
 from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
 from ..spec import Gate, Rule, Streams
+from .cut import WHOLE, Cut, long, longest, split
 from .launch import descriptor, launch
 from .problem import Problem
 from .stages_triton_split import Carried, carried_room, carry
-from .tune import WHOLE, Cut, card, config, long, longest, split
+from .tune import card, config
 
 
 class Index(NamedTuple):
@@ -136,7 +137,7 @@ def gathered(p: Problem, x: Streams) -> Problem:
 
     That halves the states. A rule that corrects could do as well: DeltaNet, H200, 1.37 ms and 833 MiB, else 1.32 and 1089.
     """
-    learns = p.rule is Rule.ADD and x.g is not None and not p.fixed
+    learns = p.rule is Rule.ADD and x.g is not None and not p.fixed and max(p.K, p.V) > 64
     return replace(p, C=2 * p.C) if learns and at_once(p) and p.C == 64 else p
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..kernels.split import carry_kernel
 from ..spec import Rule
+from .cut import Cut
 from .launch import launch
 from .problem import Problem
-from .tune import Cut, config
+from .tune import config
 
 
 class Carried(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,38 +12,6 @@ from .config import Config, card
 from .measured import at, key, measured
 from .problem import Problem
 
-
-@dataclass(frozen=True)
-class Cut:
-    """Lengths of the pieces that a sequence is scanned in, side by side, in any unit: 1 to 15 each, at most 16."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def pieces(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def code(self) -> int:
-        """The lengths, 4 bits each."""
-        return _code(self.lengths)
-
-    def order(self, reverse: bool, ends: bool, first: bool = False) -> int:
-        """Pieces (with `first` the first too; with `ends` not the last), counted in the order of a scan: long ones first, 4 bits each."""
-        lengths = self.lengths[::-1] if reverse else self.lengths
-        return _code(sorted(range(not first, self.pieces - ends), key=lambda j: -lengths[j]))
-
-
-def _code(numbers: Sequence[int]) -> int:
-    return sum(n << 4 * i for i, n in enumerate(numbers))
-
-
-def even(pieces: int) -> Cut:
-    return Cut((1,) * pieces)
-
-
-WHOLE = even(1)
-LONG = 8192  # tokens, see `long`
 MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
 
 
@@ -115,6 +83,23 @@ def _fills(p: Problem, cost: int) -> bool:
     return square and 4 * programs >= 3 * MULTIPROCESSORS and card().arch == "sm_90" and card().shared >= cost
 
 
+def _added(p: Problem) -> Config | None:
+    """Where the rule adds, of up to 64 or 129 to 256 keys on Hopper; None: other scans'.
+
+    Linear attention, simple GLA, forward, T=4096, H=16, ms: K=V=64, B=4 0.067 0.094, in 4 pieces 0.058 0.063 (a stage less 0.113; 0.072
+    0.079); K=V=256, B=2 of 64 values 0.201 0.234, 128 values 0.227 0.252, in 4 pieces 0.190 0.214.
+    """
+    BK, heads = padded(p.K), p.N * p.HV
+    adds = p.rule is Rule.ADD and p.gate is not Gate.KEY and not p.bonus and p.dtype != torch.float32 and p.cu_seqlens is None
+    if not adds or card().arch != "sm_90" or 64 < BK < 256 or BK > 256 or BK < 32 or heads * -(-p.V // 16) <= MULTIPROCESSORS:
+        return None
+    if BK <= 64:
+        return Config(BK, min(64, padded(p.V)), 4, 3)
+    if p.V > 64 and 4 * heads * -(-p.V // 128) >= 3 * MULTIPROCESSORS:
+        return Config(BK, 128, 8, 2)
+    return Config(BK, min(64, padded(p.V)), 4, 2)
+
+
 DPLR = Config(128, 128, 8, 2)  # of the scans, where _fills(p, 197000): 0.276, else 0.402
 
 
@@ -126,7 +111,7 @@ def _output(p: Problem) -> Config:
         return Config(128, 128, 8, 3)  # 0.172, else 0.188; GLA 0.153, else 0.179
     if p.gate is Gate.KEY and _fills(p, 222000):
         return Config(128, 128, 8, 2)  # 0.257, else 0.421: only one narrower program fits
-    return _state_pass(p)
+    return _added(p) or _state_pass(p)
 
 
 def _states(p: Problem) -> Config:
@@ -136,7 +121,7 @@ def _states(p: Problem) -> Config:
         return replace(_state_pass(p), num_stages=3) if p.rule is Rule.ADD and _fills(p, 115000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 115000):
         return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.162
-    return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # 0.205, else 0.221
+    return _added(p) or (replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p))  # 0.205, else 0.221
 
 
 def _reverse(p: Problem) -> Config:
@@ -145,6 +130,8 @@ def _reverse(p: Problem) -> Config:
     if _fills(p, 222000):
         # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
         return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)
+    if (added := _added(p)) is not None:  # 256 keys, states too: simple GLA's whole step 1.074 ms, at two stages 1.150, 128 values 1.120
+        return added if p.K <= 64 else Config(added.BK, min(64, added.BV), 4, 1)
     return _state_pass(p, 32 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 64)
 
 
@@ -158,6 +145,8 @@ def _inverse(p: Problem) -> Config:
 def _grad(p: Problem) -> Config:
     """Narrow blocks of keys: two stages of them and whole values leave room for a second program on the multiprocessor."""
     # Measured as above, ms at 2 and 3 stages: linear 0.36 0.48, simple GLA 0.35 0.40, GDN 0.56 0.87; at 1 GDN 0.74.
+    if p.rule is Rule.ADD and max(p.K, p.V) <= 64:  # simple GLA's step, B=4, T=4096, H=16: 0.269; two stages 0.297, 128 tokens 0.348
+        return Config(min(32, padded(p.K)), padded(p.V), 4, 3)
     if p.C > 64:  # simple GLA, 8 warps, blocks of 32, 64 and 128 keys: 0.65, 0.45 and 0.53
         return Config(min(64, padded(p.K)), padded(p.V), 8, 2)
     return Config(min(32, padded(p.K)), padded(p.V), 4, 2)
@@ -257,6 +246,8 @@ def _block(p: Problem) -> tuple[int, int]:
 def _ends(p: Problem) -> Config:
     if p.gate is Gate.KEY and p.rule is Rule.DELTA and _fills(p, 115000):
         return Config(128, 128, 8, 3)  # 0.453 ms, at two stages 0.539, of 64 values 0.743
+    if (added := _added(p)) is not None:  # 64 values of 256 keys 0.041, 128 values 0.046
+        return replace(added, BV=min(64, added.BV), num_warps=4, num_stages=3 if p.K <= 64 else 2)
     return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # DeltaNet 0.301, else 0.329; GDN 0.415, 0.418
 
 
@@ -350,37 +341,3 @@ def config(kernel: str, p: Problem) -> Config:
     if kernel in AS_WIDE_AS_CHUNKS and c.BK < p.C == 64 and p.dtype != torch.float32 and card().arch == "sm_90":
         raise ValueError(f"chunkwise: {kernel} cannot take blocks of {c.BK} keys on sm_90, whose compiler gets them wrong; at least {p.C}")
     return c
-
-
-def long(rule: Rule, HV: int, K: int, V: int) -> int:
-    """Tokens from which a sequence is cut, if such sequences are cut."""
-    return LONG
-
-
-def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool) -> int:
-    """How many sequences are cut, if any are: of packed ones at most so many, which only the device knows."""
-    return T // long(rule, HV, K, V) if packed else B
-
-
-def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
-    """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
-
-    A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
-    depend on its neighbours. Packed: of the row; its sequences that are long, which only the device knows, are cut.
-
-    Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
-    7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
-    T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643.
-    """
-    if T < long(rule, HV, K, V) or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
-        return WHOLE
-    programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
-    if programs <= places // 16:
-        return even(16)
-    if programs <= places // 8:
-        return even(8)
-    if rule is Rule.ADD:  # four of 2 units side by side; most of what a first scan need not read lies at the ends
-        return Cut((2, 1, 1, 1, 1, 2)) if programs <= places // 4 else WHOLE
-    if programs <= places // 4:  # four of 5 units side by side, and without the first or the last piece four of 4
-        return Cut((4, 3, 2, 1, 1, 2, 3, 4))
-    return even(2 * places // programs) if programs <= places // 2 else WHOLE

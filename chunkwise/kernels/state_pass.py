@@ -139,6 +139,8 @@ def state_pass_kernel(
     DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
     CORRECTS: tl.constexpr = DELTA or LOW_RANK
     FACTORS: tl.constexpr = not SPLIT and (REVERSE or not DELTA)  # GDN forwards, in 4 warps: 0.361 ms, pair by pair 0.345
+    PAIRED: tl.constexpr = GATE == "head" and not (FACTORS and BK > 128)  # a head's decays stay in registers, where there are enough
+    SCORES: tl.constexpr = "scalar" if GATE == "head" and not PAIRED else GATE
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
@@ -211,7 +213,7 @@ def state_pass_kernel(
     n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
     n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
     b_D = 0.0
-    if GATE == "head":  # what all chunks have in common but for a last one that is shorter
+    if PAIRED:  # what all chunks have in common but for a last one that is shorter
         h_G, h_F = decay_sums(n_g, o_c, C, GATE, SPLIT)  # [C]
         h_all, h_end = whole(h_G, h_F, o_c, C, SPLIT)
         h_start = start(h_G, h_F, SPLIT)
@@ -227,7 +229,7 @@ def state_pass_kernel(
         row = bos + c * C
         L = tl.minimum(C, Tn - c * C)
         t = c * C
-        if GATE == "head":
+        if PAIRED:
             b_G, b_F, b_all, b_end, b_start = h_G, h_F, h_all, h_end, h_start
             if L < C:
                 b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)
@@ -264,12 +266,12 @@ def state_pass_kernel(
             if KEY:
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
             else:
-                b_M = scores(b_k, b_q, b_D, b_G, b_F, o_c, L, scale, C, False, GATE, SPLIT, FACTORS, IP).to(dtype)
+                b_M = scores(b_k, b_q, b_D, b_G, b_F, o_c, L, scale, C, False, SCORES, SPLIT, FACTORS, IP).to(dtype)
         elif DELTA and REVERSE or OUTPUT:
             if KEY:
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
             else:
-                b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, C, True, GATE, SPLIT, FACTORS, IP).to(dtype)
+                b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, C, True, SCORES, SPLIT, FACTORS, IP).to(dtype)
         b_s = b_S.to(dtype)
         if STORE:
             if STORE == 1:

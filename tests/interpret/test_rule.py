@@ -7,9 +7,9 @@ from gate_case import double, draw, posed
 from test_score import near
 
 from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_affine
+from chunkwise.engine.cut import Cut
 from chunkwise.engine.stages_triton import index
 from chunkwise.engine.stages_triton_affine import affine
-from chunkwise.engine.tune import Cut
 from chunkwise.spec import Gate, Rule, Streams
 
 AFFINE = {"dplr": (Gate.KEY, Rule.DPLR), "dplr, no gates": (Gate.NONE, Rule.DPLR), "bonus": (Gate.KEY, Rule.ADD)}

@@ -4,9 +4,10 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad, tune
+from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad
+from chunkwise.engine import cut as cuts
+from chunkwise.engine.cut import WHOLE, Cut, even
 from chunkwise.engine.library import _fake_forward
-from chunkwise.engine.tune import WHOLE, Cut, even
 from chunkwise.spec import Gate, Rule, Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,7 +36,7 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, long=0, cu=None, S0=True, 
     eps, x64 = torch.finfo(x.q.dtype).eps, double(x)
     moved = Streams(*(None if t is None else t * (1 + eps * (torch.rand_like(t) - 0.5)) for t in x64))
     truth, near = (both(posed(x64, gate, rule, C=C, cu=cu), y, up(S0), up(do), up(dST), chunk) for y in (x64, moved))
-    monkeypatch.setattr(tune, "LONG", long)
+    monkeypatch.setattr(cuts, "LONG", long)
     launched = []
     launch = stages_triton.scan
 
@@ -86,7 +87,7 @@ def test_pieces_of_packed_sequences(monkeypatch, gate, rule):
 @pytest.mark.parametrize("gate, rule", [(Gate.NONE, Rule.DELTA), (Gate.SCALAR, Rule.ADD), (Gate.KEY, Rule.DELTA)])
 def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
     """It is cut by its own length, whatever lies before and after it; and not at all where it is short."""
-    monkeypatch.setattr(tune, "LONG", 40)
+    monkeypatch.setattr(cuts, "LONG", 40)
     monkeypatch.setattr(stages_triton, "split", lambda rule, T, *sizes: even(3) if T >= 40 else WHOLE)
     monkeypatch.setattr(stages_triton_grad, "ENOUGH", 1)
     ends, x = [0, 7, 7, 52, 92], draw(gate, rule, B=1, T=92, H=1)
@@ -121,6 +122,7 @@ def test_only_few_long_sequences_are_cut():
 
     assert pieces(1, 32768, 32) > 1 and pieces(1, 8192, 8) > 1
     assert pieces(8, 4096, 16) == 1 and pieces(1, 512, 1) == 1
+    assert pieces(1, 4096, 8) == pieces(1, 131072, 8) > 1  # a longer row may hold it
     assert pieces(64, 8192, 8) == pieces(1, 8192, 8)  # a sample's bits do not depend on its batch
     for ends in [[0, 32768], [0, 8192, 32768], [0, 1, 32768]]:  # nor on what it is packed with
         assert pieces(1, 32768, 8, cu=torch.tensor(ends)) == pieces(1, 8192, 8)
@@ -129,7 +131,7 @@ def test_only_few_long_sequences_are_cut():
 @pytest.mark.parametrize("cu", [None, [0, 10, 99]], ids=["dense", "packed"])
 @less
 def test_tracing_knows_how_much_is_kept(monkeypatch, gate, rule, cu):
-    monkeypatch.setattr(tune, "LONG", 40)
+    monkeypatch.setattr(cuts, "LONG", 40)
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(3))
     x, cu = draw(gate, rule, B=1 if cu else 2, T=99, H=1, K=16, V=20), None if cu is None else torch.tensor(cu)
     p = posed(x, gate, rule, C=16, cu=cu)

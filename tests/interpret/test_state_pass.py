@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from chunkwise import draw
-from chunkwise.engine import chunk, plan_triton, stages_triton, tune
+from chunkwise.engine import chunk, plan_triton, stages_triton
+from chunkwise.engine import cut as cuts
+from chunkwise.engine.cut import even
 from chunkwise.engine.problem import Problem, problem
-from chunkwise.engine.tune import even
 from chunkwise.spec import Gate, Rule, Streams
 
 CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR) for r in (Rule.ADD, Rule.DELTA)]
@@ -67,6 +68,12 @@ def check_forward(x: Streams, gate: Gate, rule: Rule, S0: torch.Tensor | None = 
 @pytest.mark.parametrize("K, V", [(20, 24), (24, 40)], ids=["pointers", "descriptors, where 16 bits wide"])
 def test_forward_agrees_with_the_torch_plan(gate, rule, dtype, K, V):
     check_forward(streams(gate, rule, dtype, K=K, V=V), gate, rule, torch.randn(SIZES["B"], SIZES["HV"], K, V), C=32)
+
+
+@pytest.mark.parametrize("g", [-0.1, -9.0], ids=["within a factor a token", "beyond it"])
+def test_a_head_s_decays_beside_many_keys_are_factors_of_tokens(g):
+    x = streams(Gate.HEAD, Rule.ADD, torch.float16, T=40, K=136)
+    check_forward(x._replace(g=torch.full_like(x.g, g)), Gate.HEAD, Rule.ADD, torch.randn(SIZES["B"], SIZES["HV"], 136, SIZES["V"]))
 
 
 @cells
@@ -197,7 +204,7 @@ def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
 def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch, rule, pieces, cu):
     """Forwards those the even chunks meet; in reverse the gradients that odd chunks leave, and a sequence's last one."""
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: even(pieces))
-    monkeypatch.setattr(tune, "LONG", 8)
+    monkeypatch.setattr(cuts, "LONG", 8)
     T = 37 if cu is None else cu[-1]
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = streams(Gate.SCALAR, rule, torch.float16, B=2 if cu is None else 1, T=T, H=1, HV=1, K=16, V=16)

@@ -1,0 +1,76 @@
+"""Few heads: in which pieces a long sequence is scanned side by side. See kernels/split.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..spec import Rule
+from .tune import MULTIPROCESSORS, padded
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Lengths of the pieces that a sequence is scanned in, side by side, in any unit: 1 to 15 each, at most 16."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def pieces(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def code(self) -> int:
+        """The lengths, 4 bits each."""
+        return _code(self.lengths)
+
+    def order(self, reverse: bool, ends: bool, first: bool = False) -> int:
+        """Pieces (with `first` the first too; with `ends` not the last), counted in the order of a scan: long ones first, 4 bits each."""
+        lengths = self.lengths[::-1] if reverse else self.lengths
+        return _code(sorted(range(not first, self.pieces - ends), key=lambda j: -lengths[j]))
+
+
+def _code(numbers: Sequence[int]) -> int:
+    return sum(n << 4 * i for i, n in enumerate(numbers))
+
+
+def even(pieces: int) -> Cut:
+    return Cut((1,) * pieces)
+
+
+WHOLE = even(1)
+LONG = 8192  # tokens, see `long`
+
+
+def long(rule: Rule, HV: int, K: int, V: int) -> int:
+    """Tokens from which a sequence is cut, if such sequences are cut: fewer where a first scan costs little and heads are few."""
+    return min(LONG, 4096) if rule is Rule.ADD and K <= 128 and HV * -(-padded(V) // 64) <= MULTIPROCESSORS // 8 else LONG
+
+
+def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool) -> int:
+    """How many sequences are cut, if any are: of packed ones at most so many, which only the device knows."""
+    return T // long(rule, HV, K, V) if packed else B
+
+
+def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
+    """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
+
+    A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
+    depend on its neighbours. Packed: of the row; its sequences that are long, which only the device knows, are cut.
+
+    Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
+    7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
+    T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643; linear attention in 8 0.136 with backward, in 16 0.150.
+    """
+    if T < long(rule, HV, K, V) or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
+        return WHOLE
+    programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
+    if programs <= places // (32 if rule is Rule.ADD else 16):
+        return even(16)
+    if programs <= places // 8:
+        return even(8)
+    if rule is Rule.ADD:  # four of 2 units side by side; most of what a first scan need not read lies at the ends
+        return Cut((2, 1, 1, 1, 1, 2)) if programs <= places // 4 else WHOLE
+    if programs <= places // 4:  # four of 5 units side by side, and without the first or the last piece four of 4
+        return Cut((4, 3, 2, 1, 1, 2, 3, 4))
+    return even(2 * places // programs) if programs <= places // 2 else WHOLE
