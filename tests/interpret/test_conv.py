@@ -6,7 +6,7 @@ import pytest
 import torch
 from module_case import check, close, draw
 
-from chunkwise.nn import causal_conv1d, causal_conv1d_update, conv
+from chunkwise.nn import ShortConvolution, causal_conv1d, causal_conv1d_update, conv
 from chunkwise.nn.joint import convolve
 from chunkwise.nn.launch import conv as launch
 
@@ -47,6 +47,16 @@ def test_gradients_of_several_convolutions_are_read_where_they_lie(monkeypatch, 
 
     D = sum(sizes)
     check(monkeypatch, [conv], run, draw(*((2, 11) if cu is None else (1, 16)), D), draw(D, 4, seed=1), draw(D, seed=2))
+
+
+def test_several_convolutions_are_one_node_of_a_graph(monkeypatch):
+    monkeypatch.setattr(launch, "LEAST", 8)
+    monkeypatch.setattr(conv, "uses_kernels", lambda x: True)
+    convs = [ShortConvolution(n, 4, True) for n in (16, 8)]
+    run = lambda x: sum(y.sin().sum() for y in convolve(convs, x, None, False, None)[0])
+    x, (weight, _) = draw(2, 9, 24).requires_grad_(), convs[0].parameters()
+    got, want = ((y, *torch.autograd.grad(y, [x, weight])) for y in (torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x)))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("T, W", [(1, 2), (2, 4), (11, 4), (5, 8), (8, 8)])
