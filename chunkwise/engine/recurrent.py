@@ -106,7 +106,7 @@ def _tokens(p: Problem, x: Streams, rows: Rows) -> Tokens:
     if r is not None and (D is None or p.before or p.gate is Gate.VALUE):
         r = r.expand(-1, h, n, K, 1).contiguous()
     elif r is not None and D is not None:
-        r = (r * D.view(-1, h, n, D.shape[2], 1)).contiguous()
+        r = r * D.view(-1, h, n, D.shape[2], 1)
     if x.u is not None:
         bonus = (x.q.to(rows.dtype) * x.k.to(rows.dtype)).unsqueeze(3) * (x.u.to(rows.dtype) * p.scale).view(p.H, n, K)
         own = take(bonus.sum(-1).flatten(2)).unsqueeze(3)
@@ -136,8 +136,9 @@ def _read(R: Tensor, S: Tensor, most: int) -> Tensor:
     return torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), False)[0].view(rows, 1, hn, V)
 
 
-def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor, most: int) -> Tensor:
-    """A token of every row: o [rows, 1, hn, V], and the state after it goes from S [rows, hn, K, V] to `into`; that may be S."""
+def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
+    """A token of every row: o [rows, 1, hn, V], and the state after it, which goes from S [rows, hn, K, V] to `into`, that may be S, or
+    to memory of its own."""
     o = None if t.own is None else torch.addcmul(_read(t.q, S, most), t.own, t.v)
     met, write = None if t.r is None else _read(t.r, S, most), t.v
     if met is not None:
@@ -145,13 +146,16 @@ def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor, most: int) -> Tensor:
         if p.rule is Rule.DELTA:
             write = write - met if t.beta is None else (write - met).mul_(t.beta)
     h, V = t.k.shape[1], S.shape[3]
-    to = into.view(-1, h, S.shape[1] // h, S.shape[2], V)
+    shape = (-1, h, S.shape[1] // h, S.shape[2], V)
     if t.D is not None:
-        torch.mul(S, t.D, out=into)
-    torch.addcmul(S.view(to.shape) if t.D is None else to, t.k, write.reshape(-1, h, to.shape[2], 1, V), out=to)
+        S = into = torch.mul(S, t.D, out=into)
+    left = S.view(shape)
+    to = left if into is S else None if into is None else into.view(shape)
+    to = torch.addcmul(left, t.k, write.reshape(-1, h, shape[2], 1, V), out=to)
+    into = to.view(S.shape) if into is None else into
     if t.w is not None and met is not None:
-        to.addcmul_(t.w, met.reshape(-1, h, to.shape[2], 1, V))
-    return _read(t.q, into, most) if o is None else o
+        to.addcmul_(t.w, met.reshape(-1, h, shape[2], 1, V))
+    return _read(t.q, into, most) if o is None else o, into
 
 
 class States(NamedTuple):
@@ -162,19 +166,18 @@ class States(NamedTuple):
     into: Tensor  # the same, or where they go
 
 
-def _whole(p: Problem, rows: Rows, S0: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The caller's states, or zeros, in the order of the rows, and room for those after them: the same where they are ours."""
+def _whole(p: Problem, rows: Rows, S0: Tensor | None) -> tuple[Tensor, bool]:
+    """The caller's states, or zeros, in the order of the rows, and whether they are ours."""
     if S0 is None:
-        S = torch.zeros(rows.count, rows.h * rows.n, p.K, p.V, dtype=rows.dtype, device=rows.device)
-    else:
-        S = rows.enter(S0)
-    ours = S0 is None or S.data_ptr() != S0.data_ptr()
-    return S, S if ours else room(*S.shape, dtype=S.dtype, device=S.device)
+        return torch.zeros(rows.count, rows.h * rows.n, p.K, p.V, dtype=rows.dtype, device=rows.device), True
+    S = rows.enter(S0)
+    return S, S.data_ptr() != S0.data_ptr()
 
 
 def _given(p: Problem, rows: Rows, S0: Tensor | None, size: int, made: list[Tensor]) -> Iterator[States]:
     """States of the caller's, or zeros. Those after go to made[0], in the order of the rows."""
-    S, into = _whole(p, rows, S0)
+    S, ours = _whole(p, rows, S0)
+    into = S if ours else room(*S.shape, dtype=S.dtype, device=S.device)
     made.append(into)
     for a in range(0, len(S), size):
         here = S[a : a + size]
@@ -220,8 +223,9 @@ def forward(
     tokens, hn = _tokens(p, x, rows), rows.h * rows.n
     size = max(1, min(rows.count, BLOCK // (hn * p.K * p.V)) if cpu else rows.count)
     if slots is None and rows.alive == [p.N] and size == rows.count:  # one token, no loops
-        S, into = _whole(p, rows, S0)
-        return rows.put(_step(p, tokens, S, into, size * hn)), rows.leave(into) if final else None, None
+        S, ours = _whole(p, rows, S0)
+        o, S = _step(p, tokens, S, S if ours else None, size * hn)
+        return rows.put(o), rows.leave(S) if final else None, None
     starts = [0, *accumulate(m * (p.H // rows.h) for m in rows.alive)]
     skips = slots is not None and any(n < 0 for n in slots)
     o = (torch.zeros if skips else torch.empty)(starts[-1], 1, hn, p.V, dtype=rows.dtype, device=rows.device)
@@ -235,10 +239,10 @@ def forward(
             a += first
             now, to = (S, into) if m == len(S) else (S[:m], into[:m])
             if m == starts[-1]:
-                o = _step(p, tokens, now, to, size * hn)
+                o, _ = _step(p, tokens, now, to, size * hn)
             else:
                 t = Tokens._make(None if z is None else z[a : a + m] for z in tokens)
-                o[a : a + m] = _step(p, t, now, to, size * hn)
+                o[a : a + m], _ = _step(p, t, now, to, size * hn)
             S = into
         if S is not into and final:
             into.copy_(S)
