@@ -44,6 +44,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
     (("sm_90",), "grad_kernel", ("LEARNS", "not DELTA")): (240, "64 keys, 128 tokens: 0.45 ms; 32 keys spill nothing and take 0.65 (H200)"),
     (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
+    (("sm_90",), "grad_blocks_kernel", ("DELTA",)): (2000, "few channels in blocks of 64: narrower ones are wrong; none from 64 on"),
     (("sm_90",), "score_kernel", ("DELTA",)): (336, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_score_kernel", ("FAR",)): (296, _FAR),
     (SERVED, "affine_score_kernel", ("LOW_RANK", "not FAR")): (64, "four matrices of scores and a chunk's inverse at once"),
@@ -63,6 +64,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "state_pass_kernel", ("BK=256", "not DELTA")): (280, "8 warps and 64 values spill nothing: 0.243 ms, else 0.201 (H200)"),
     (("sm_80", "sm_100"), "state_pass_kernel", ("BK=256", "not DELTA")): (544, _ELSEWHERE),
     (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA")): (480, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("PACKED", "not DELTA")): (64, _SCAN),
     (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
     (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
     (("sm_90",), "grad_writer_kernel", ("LOW_RANK",)): (664, _GRADIENTS),
@@ -162,6 +165,13 @@ def test_packed_sequences_build_too():
     made = build("sm_90", "simple_gla", sizes=((64, 64),), packed=(True,))
     assert "index_kernel" in {b.kernel for b in made}
     check(made)
+
+
+def test_few_channels_have_whole_descriptors():
+    """Gradients in blocks of 16 keys to chunks of 64 were built from registers that nobody had written: an illegal access on the card."""
+    made = [b for b in build("sm_90", "comba", sizes=((6, 5),), groups=(2,)) if b.kernel == "grad_blocks_kernel"]
+    assert made
+    check_descriptors(made)
 
 
 @pytest.mark.parametrize("op", ["rwkv7", "comba"])
