@@ -123,10 +123,10 @@ FAULTS = (
     Fault("engine/layout.py", "rows:].zero_()", "rows:]", "values past the end that nobody clears", "op_contract"),
     Fault("engine/layout.py", "any(lengths[n] < (i + 1)", "any(lengths[n] < i", "packed rows that nobody clears", "op_contract"),
     Fault("engine/recurrent.py", "(write - met).mul_(t.beta)", "write - met", "the token form without strengths", "derivation_gradient"),
-    Fault("engine/recurrent.py", "out if p.bonus else out * t.value", "out", "when the token form reads", "member"),
+    Fault("engine/recurrent.py", "most) if o is None else o", "most)", "when the token form reads", "member"),
     Fault("engine/scan.py", "None if t is None else t * tokens for t in", "t for t in", "offsets in tokens where rows are steps", "member"),
     Fault("engine/prologue.py", "return -A * F.softplus(g)", "return A * F.softplus(g)", "a raw gate's sign", "op_option"),
-    Fault("engine/prologue.py", ".square() + eps)", ".square())", "nothing under the root for rows of zeros", "op_option"),
+    Fault("nn/norm.py", "keepdim=True)) + eps)", "keepdim=True)))", "nothing under the root for rows of zeros", "op_option"),
     Fault("engine/elementwise.py", "room[here] >= s", "room[here] > s", "doubling that misses a neighbour", "member_hgrn"),
     Fault(
         "engine/elementwise.py",
