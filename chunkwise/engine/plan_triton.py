@@ -72,9 +72,10 @@ def _parts(p: Problem, saved: Tensor | None, device: torch.device | None = None)
 
 
 def scores_of(
-    p: Problem, x: Streams, at: stages.Index, saved: Tensor | None, into: Tensor | None = None
+    p: Problem, x: Streams, at: stages.Index, saved: Tensor | None, into: Tensor | None = None, tokens: Tensor | None = None
 ) -> tuple[Tensor | None, stages.Decayed | None]:
-    """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan. into: where what is saved goes."""
+    """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan. into: where what is saved goes;
+    tokens: as of `stages.inverse`."""
     if _is_affine(p.rule, p.bonus):
         from .stages_triton_affine import affine
 
@@ -84,7 +85,7 @@ def scores_of(
 
         return scores(p, x, at, saved, into)
     if saved is None and p.rule is Rule.DELTA:
-        saved = stages.inverse(p, x, at, None if into is None else into[0])[None]
+        saved = stages.inverse(p, x, at, None if into is None else into[0], tokens)[None]
     return saved, None
 
 
@@ -115,8 +116,10 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         p, x = _spread(p, x)
         at = stages.index(p)
         saved, into, room = _parts(p, None, x.q.device if save else None)
-        matrices, decayed = scores_of(p, x, at, None, into)
-        made = stages.state_pass(p, x, at, S0, T=_inverse(p, matrices), decayed=decayed, final=final, output=True, room=room)
+        tokens = stages.token_room(p, at, x.q.device)
+        matrices, decayed = scores_of(p, x, at, None, into, tokens)
+        T = _inverse(p, matrices)
+        made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True, room=room, tokens=tokens)
     return given(made.o), made.ST, saved
 
 

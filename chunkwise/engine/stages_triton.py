@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.index import index_kernel
 from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
+from ..kernels.token import KINDS
 from ..spec import Gate, Rule, Streams
 from .cut import WHOLE, Cut, long, longest, split
 from .launch import descriptor, launch
@@ -48,6 +49,18 @@ def index(p: Problem) -> Index:
         config=config("index", p),
     )  # fmt: skip
     return Index(slots, chunks, first, most, cuts, tokens)
+
+
+def token_room(p: Problem, at: Index, device: torch.device) -> Tensor | None:
+    """Memory for what the inverse kernel leaves of each token to scans forwards, fp32, see kernels/token.py: [slots, HV, kinds, C].
+
+    None where scans read gates and strengths themselves: of float32, whose sums have two parts; where no inverse is made; of erase keys,
+    which were not measured; in the backward pass, where they gain nothing (GDN, H200, S2: 0.80 ms reversed either way).
+    """
+    if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR) or p.dtype == torch.float32 or p.erase or p.before:
+        return None
+    kinds = KINDS.value if p.gate is Gate.SCALAR else 1
+    return torch.empty(at.slots, p.HV, kinds, p.C, dtype=torch.float32, device=device)
 
 
 def distance(x: Tensor) -> int | None:
@@ -94,17 +107,18 @@ def switches(p: Problem) -> dict[str, object]:
     return dict(K=p.K, C=p.C, GATE=p.gate.value, PACKED=p.cu_seqlens is not None, SPLIT=split, IP=products(p))
 
 
-def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None) -> Tensor:
+def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
     """Stage `inverse` (delta; no gate per key): T of every chunk, [B, T, HV, C]: row t holds the columns of t's chunk.
 
-    into: where it goes.
+    into: where it goes; tokens: where what the scans ask of each token goes.
     """
     c = config("inverse", p)
     (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
     T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device) if into is None else into
     launch(
-        inverse_kernel, at.slots * p.HV, e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, sk, p.T, p.HV,
-        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, ERASE=x.e is not None, BEFORE=p.before,
+        inverse_kernel, at.slots * p.HV,
+        e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, T if tokens is None else tokens, sk, p.T, p.HV,
+        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, ERASE=x.e is not None, TOKENS=tokens is not None, BEFORE=p.before,
         IPT=solves(p), **switches(p), config=c,
     )  # fmt: skip
     return T
@@ -142,10 +156,18 @@ def gathered(p: Problem, x: Streams) -> Problem:
 
 
 def at_once(p: Problem) -> bool:
-    """Whether gradients are made of all values of a chunk at once (kernels/grad.py): two such programs fit a multiprocessor of sm_90."""
+    """Whether gradients are made of all values of a chunk at once (kernels/grad.py), or of AT_ONCE at a time, on sm_90.
+
+    Two programs of 128 values fit a multiprocessor, of 256 one. K=V=256, B=2, T=4096, H=16: DeltaNet 0.40 ms (in blocks 1.00), GDN 0.57.
+    """
     if p.rule is Rule.DPLR or p.bonus or p.erase or p.gate not in (Gate.NONE, Gate.HEAD, Gate.SCALAR):
         return False
-    return p.dtype != torch.float32 and p.V <= 128 and card().arch == "sm_90"
+    many = p.rule is Rule.DELTA and p.K <= 256 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # by the copy engine: see `can_describe`
+    many = many and p.cu_seqlens is None and p.C == 64 and p.K % 8 == p.V % 8 == 0
+    return p.dtype != torch.float32 and (p.V <= 128 or many) and card().arch == "sm_90"
+
+
+AT_ONCE = 256  # values
 
 
 def scaled(p: Problem) -> bool:
@@ -183,26 +205,29 @@ def cut(p: Problem) -> Cut:
 def state_pass(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, final: bool = False, output: bool = False, store: int = 0, carried: Carried | None = None,
-    room: Tensor | None = None,
+    room: Tensor | None = None, tokens: Tensor | None = None,
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
     store: the states that every so many chunks meet, in reverse the gradients of those they leave; `at` is of so many chunks a slot.
     decayed: of the score or the affine stage, in place of q, k and g.
     carried: what an earlier scan forwards has left of the pieces; room: where this one leaves it, flat.
+    tokens: of the stage `inverse`, in place of g and beta.
     """
     reverse, early = do is not None, None
     made = scan_room(p, at, x.q.device, final=final, output=output, store=store)
     if reverse or carried is None:
         early = made if reverse and p.rule is not Rule.ADD else None  # the first scan does a whole one's work, and may keep a first piece
-        carried = starts(p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store)
+        carried = starts(p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store, tokens=tokens)
     made = made._replace(carried=carried)
-    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, rest=carried is not None and early is not None)
+    rest = carried is not None and early is not None
+    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, rest=rest, tokens=tokens)
 
 
 def starts(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, carried: Carried | None = None, room: Tensor | None = None, made: Scan | None = None, store: int = 0,
+    tokens: Tensor | None = None,
 ) -> Carried | None:  # fmt: skip
     """Where pieces begin: the states between them, in reverse the gradients of those; None where sequences go whole.
 
@@ -215,7 +240,7 @@ def starts(
         raise ValueError("chunkwise engine: a scan backwards was asked for before the one forwards that finds the pieces' maps")
     found = carried_room(p, by, at.most, x.q.device, room, None if carried is None else carried.maps)
     made = (made or Scan())._replace(carried=found)
-    scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True)
+    scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True, tokens=tokens)
     carry(p, by, found, at.cuts, solves(p), reverse=reverse)
     return found
 
@@ -234,6 +259,7 @@ def scan_room(p: Problem, at: Index, device: torch.device, *, final: bool, outpu
 def scan(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, made: Scan, store: int = 0, ends: bool = False, rest: bool = False, turned: bool = False,
+    tokens: Tensor | None = None,
 ) -> Scan:  # fmt: skip
     """One launch of the state pass over all pieces of each sequence, from the states that `made` carries; fills `made`.
 
@@ -260,7 +286,7 @@ def scan(
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
     out = [unused if t is None else t for t in made[:4]]
     between = [unused if t is None else t for t in made.carried or (None, None, None)]
-    T = unused if T is None else T
+    T, y = (unused if t is None else t for t in (T, tokens))
     tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (w, sk), (v, sv))
     if tma:
         q, k, e, w = (described(x, sk, p.C, c.BK) for x in (q, k, e, w))
@@ -271,13 +297,14 @@ def scan(
         T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
     launch(
         state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
-        q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), T, M, decay,
+        q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), y, T, M, decay,
         *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
         sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, at.long,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
         OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
+        TOKENS=tokens is not None,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

@@ -13,7 +13,7 @@ from ..spec import Gate, Rule, Streams
 from . import stages_triton as stages
 from .launch import descriptor, launch
 from .problem import Problem, given
-from .stages_triton import Decayed, Index, alike, at_once, can_describe, chunks, dense, described, switches
+from .stages_triton import AT_ONCE, Decayed, Index, alike, at_once, can_describe, chunks, dense, described, switches
 from .stages_triton_affine import Apart
 from .stages_triton_split import Carried
 from .tune import config, padded
@@ -39,8 +39,29 @@ def _outputs(p: Problem, x: Streams, like: Tensor, dv: Tensor | None = None, dq:
     )
 
 
+def _parted(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor) -> Streams:
+    """A head of many values is several of fewer that share keys, gates and strengths: every gradient is the sum of theirs."""
+    n = p.V // AT_ONCE
+
+    def apart(t: Tensor) -> Tensor:
+        return t.unflatten(3, (n, AT_ONCE)).flatten(2, 3)
+
+    def again(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.repeat_interleave(n, -1)
+
+    def together(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.unflatten(2, (p.HV, n)).sum(3)
+
+    S, dS = (t.view(t.shape[0], n * p.HV, AT_ONCE, p.K) for t in (S, dS))
+    y = x._replace(v=apart(x.v), g=again(x.g), beta=again(x.beta))
+    d = _tiled(replace(p, HV=n * p.HV, V=AT_ONCE), y, at, apart(do), S, dS, None if X is None else apart(X), apart(dv))
+    return d._replace(v=given(d.v).view(dv.shape), g=together(d.g), beta=together(d.beta))
+
+
 def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor) -> Streams:
     """All values at once, one program a (chunk, value head). dq is written over X."""
+    if p.V > AT_ONCE:
+        return _parted(p, x, at, do, S, dS, X, dv)
     c = config("grad", p)
     delta = p.rule is Rule.DELTA
     (q, k), sk = alike(x.q, x.k)

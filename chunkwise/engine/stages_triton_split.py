@@ -16,10 +16,10 @@ from .tune import config
 
 
 class Carried(NamedTuple):
-    """What a scan leaves of the pieces of at most so many sequences, in its order, fp32."""
+    """What a scan leaves of the pieces of at most so many sequences, in its order, fp32 but for the maps."""
 
     states: Tensor  # [most, pieces - 1, HV, V, K]: the state after each piece but the last (carry has been there), transposed
-    maps: Tensor | None  # not added: [most, pieces - 2, HV, K, K], A' of the pieces between first and last, in the order of the tokens
+    maps: Tensor | None  # not added: A' of the pieces between first and last, in the order of the tokens, as kernels/split.py has them
     kept: Tensor | None  # added: [most, pieces - 2, HV, K], what those leave of a first state
 
 
@@ -39,7 +39,8 @@ def carried_room(
         room = torch.empty(states + (many if maps is None else 0), dtype=torch.float32, device=device)
     kept = torch.empty(most, inner, p.HV, p.K, dtype=torch.float32, device=device) if p.rule is Rule.ADD else None
     if maps is None and kept is None:
-        maps = room[states:].view(most, inner, p.HV, p.K, p.K)
+        maps = room[states:]  # of 16 bits: in halves, as the products of `carry` want them
+        maps = maps.view(torch.float32 if p.dtype == torch.float32 else torch.bfloat16)
     return Carried(room[:states].view(most, cut.pieces - 1, p.HV, p.V, p.K), maps, kept)
 
 

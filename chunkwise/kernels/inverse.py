@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .tile import chunk_rows, decay_sums, early_sums, load_gate, load_rows, pair_decay
+from .token import store_tokens, token_place
 
 
 @triton.jit
@@ -31,13 +32,19 @@ def parts(x):
 
 
 @triton.jit
+def halved_product(a, b_hi, b_lo, c):
+    """a b, plus c unless it is None, of fp32 a and the parts of b."""
+    a_hi, a_lo = parts(a)
+    c = tl.dot(a_lo, b_hi, c)
+    c = tl.dot(a_hi, b_lo, c)
+    return tl.dot(a_hi, b_hi, c)
+
+
+@triton.jit
 def product(a, b, IP: tl.constexpr):
     if IP == "bf16x3":
-        a_hi, a_lo = parts(a)
         b_hi, b_lo = parts(b)
-        c = tl.dot(a_lo, b_hi)
-        c = tl.dot(a_hi, b_lo, c)
-        c = tl.dot(a_hi, b_hi, c)
+        c = halved_product(a, b_hi, b_lo, None)
     else:
         c = tl.dot(a, b, input_precision=IP)
     return c
@@ -111,11 +118,12 @@ def invert(b_M, IP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "HV"])
 def inverse_kernel(
-    e, k, g, beta, chunks, Tinv,  # e, k: token rows; g, beta: [B*T, HV]; Tinv: [B*T, HV, C]
+    e, k, g, beta, chunks, Tinv, tokens,  # e, k: token rows; g, beta: [B*T, HV]; Tinv: [B*T, HV, C]
     sk, T, HV,  # rows of e and k are sk apart
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
     ERASE: tl.constexpr,  # e is not k
+    TOKENS: tl.constexpr,  # `tokens` is filled: see token.py
     BEFORE: tl.constexpr,  # e reads before its token forgets
     IP: tl.constexpr,  # of the products of e and k
     IPT: tl.constexpr,  # of the fp32 products that make T
@@ -147,6 +155,13 @@ def inverse_kernel(
     if USE_BETA:
         b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=m_c, other=0.0).to(tl.float32)  # [C]
         b_M *= b_beta[:, None]
+    else:
+        b_beta = tl.where(m_c, 1.0, 0.0)
+    if TOKENS:
+        p_t = token_place(tokens, i_slot, i_hv, HV, C, GATE)
+        if GATE == "none":
+            b_G = 0.0
+        store_tokens(p_t, b_beta, b_G, o_c, C, GATE)
     b_T = invert(-b_M, IPT)  # [C, C]
     p_T = Tinv + ((row + o_c) * HV + i_hv)[:, None] * C + o_c[None, :]
     tl.store(p_T, b_T.to(Tinv.dtype.element_ty), mask=m_c[:, None])

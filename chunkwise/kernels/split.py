@@ -13,11 +13,14 @@ out but what it would write. Nothing else is left out, whatever the gates.
 import triton
 import triton.language as tl
 
+from .inverse import halved_product
+
 
 @triton.jit(do_not_specialize=["HV", "pieces"])
 def carry_kernel(
     states,  # [sequences, pieces - 1, HV, V, K], in the scan's order: the state after the first piece, then B' of others; all become states
-    maps, kept,  # of the pieces without first and last: A' [sequences, pieces - 2, HV, K, K]; [..., HV, K]
+    maps,  # of the pieces without first and last: A' [sequences, pieces - 2, HV, K, K] fp32, or halves of it [..., HV, 2, K, K] bf16
+    kept,  # of these pieces [sequences, pieces - 2, HV, K]
     cuts,  # packed: which sequence each is, -1: none
     HV, pieces,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MAPS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
@@ -46,10 +49,17 @@ def carry_kernel(
         i_map = pieces - 3 - i if MAPS and REVERSE else i
         at = (i_n * (pieces - 2) + i_map) * HV + i_hv
         if MAPS:
-            b_A = tl.load(maps + at * K * K + o_A, mask=m_A, other=0.0)  # [BK, BK]
-            if REVERSE:
-                b_A = tl.trans(b_A)
-            b_S = tl.dot(b_S, b_A, b_B, input_precision=IP)
+            if maps.dtype.element_ty == tl.float32:
+                b_A = tl.load(maps + at * K * K + o_A, mask=m_A, other=0.0)  # [BK, BK]
+                if REVERSE:
+                    b_A = tl.trans(b_A)
+                b_S = tl.dot(b_S, b_A, b_B, input_precision=IP)
+            else:
+                b_hi = tl.load(maps + 2 * at * K * K + o_A, mask=m_A, other=0.0)
+                b_lo = tl.load(maps + (2 * at + 1) * K * K + o_A, mask=m_A, other=0.0)
+                if REVERSE:
+                    b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
+                b_S = halved_product(b_S, b_hi, b_lo, b_B)
         else:
             b_kept = tl.load(kept + at * K + o_k, mask=m_k, other=0.0)  # [BK]
             b_S = b_S * b_kept[None, :] + b_B

@@ -20,9 +20,10 @@ A sequence may be scanned in pieces of whole chunks, side by side: see kernels/s
 import triton
 import triton.language as tl
 
-from .tile import decay_sums, early_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
-
-NEAR = tl.constexpr(-100.0)  # log2: readers that keep more of the chunk's first state have factors a token
+from . import token
+from .inverse import parts as two_parts
+from .tile import NEAR, decay_sums, early_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
+from .token import token_place, token_scores
 
 
 @triton.jit
@@ -115,9 +116,9 @@ def four_bits(x):
 
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "lengths", "parts", "order", "firsts", "most", "long"])
 def state_pass_kernel(
-    q, e, k, w, v, g, beta, Tinv, M, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
+    q, e, k, w, v, g, beta, tokens, Tinv, M, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
     o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
-    states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], [most, pieces - 2, HV, K, K], [..., HV, K]
+    states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], maps as in split.py, [most, pieces - 2, HV, K]
     sk, sv,  # rows of q, e, k and of v are so far apart
     T, HV, scale,
     pieces, lengths, parts,  # of a sequence that is cut; their lengths, 4 bits each, and what they sum to
@@ -130,6 +131,7 @@ def state_pass_kernel(
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
     CARRIED: tl.constexpr, ENDS: tl.constexpr,  # the states between pieces are known; last pieces are left out
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
+    TOKENS: tl.constexpr,  # forwards: g and beta are read as the inverse kernel left them, see token.py
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
@@ -210,8 +212,9 @@ def state_pass_kernel(
     if ENDS and not CORRECTS:
         b_kept = tl.full([BK], 1.0, tl.float32)
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
-    n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
-    n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
+    if not TOKENS:
+        n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
+        n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
     b_D = 0.0
     if PAIRED:  # what all chunks have in common but for a last one that is shorter
         h_G, h_F = decay_sums(n_g, o_c, C, GATE, SPLIT)  # [C]
@@ -229,7 +232,12 @@ def state_pass_kernel(
         row = bos + c * C
         L = tl.minimum(C, Tn - c * C)
         t = c * C
-        if PAIRED:
+        if TOKENS:  # each row is asked for where it is used: it is in shared memory by then, and costs no register
+            b_G, b_F = 0.0, 0.0
+            p_t = token_place(tokens, slot + c, i_hv, HV, C, GATE)
+            if DECAY:
+                b_all = tl.load(p_t + token.START * C + C - 1)
+        elif PAIRED:
             b_G, b_F, b_all, b_end, b_start = h_G, h_F, h_all, h_end, h_start
             if L < C:
                 b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)
@@ -238,14 +246,15 @@ def state_pass_kernel(
             b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
             b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
             b_start = start(b_G, b_F, SPLIT)
-        b_early = b_start  # of e
-        if BEFORE and DECAY:
-            b_Ge, b_Fe = early_sums(b_G, b_F, n_g, GATE, SPLIT)
-            b_early = start(b_Ge, b_Fe, SPLIT)
-        b_beta = n_beta.to(tl.float32)  # [C]
-        if GATE == "scalar":
-            n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
-        n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
+        if not TOKENS:
+            b_early = b_start  # of e
+            if BEFORE and DECAY:
+                b_Ge, b_Fe = early_sums(b_G, b_F, n_g, GATE, SPLIT)
+                b_early = start(b_Ge, b_Fe, SPLIT)
+            b_beta = n_beta.to(tl.float32)  # [C]
+            if GATE == "scalar":
+                n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
+            n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
 
         L_v = tl.where(i_v < NV, L, 0) if MAP else L
         b_v = tl.trans(load_chunk(v, row, sv, i_n, i_y, t, o_c, i_v * BV, L_v, V, C, BV, TMA))  # [BV, C]
@@ -265,6 +274,8 @@ def state_pass_kernel(
         if OUTPUT and not REVERSE:
             if KEY:
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
+            elif TOKENS and DECAY:
+                b_M = token_scores(b_k, b_q, p_t, b_all, o_c, L, scale, C, IP).to(dtype)
             else:
                 b_M = scores(b_k, b_q, b_D, b_G, b_F, o_c, L, scale, C, False, SCORES, SPLIT, FACTORS, IP).to(dtype)
         elif DELTA and REVERSE or OUTPUT:
@@ -313,6 +324,11 @@ def state_pass_kernel(
         else:
             if DELTA:
                 b_x = tl.dot(b_s, tl.trans(b_e), input_precision=IP)  # [BV, C]
+            if TOKENS:
+                b_beta = tl.load(p_t + token.BETA * C + o_c)
+                if DECAY:
+                    b_start = tl.load(p_t + token.START * C + o_c)
+                    b_early = b_start
             if OUTPUT:
                 b_o = tl.dot(b_s, tl.trans(b_q), input_precision=IP)  # [BV, C]
                 if DECAY:
@@ -331,6 +347,8 @@ def state_pass_kernel(
             if OUTPUT:
                 b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
                 store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
+            if TOKENS and DECAY:
+                b_end = tl.load(p_t + token.END * C + o_c)
             if DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 
@@ -354,8 +372,14 @@ def state_pass_kernel(
             tl.store(states + i_end * V * K + o_P, b_S, mask=m_vk)
             i_mid = i_end - (i_cut + 1).to(tl.int64) * HV  # among the pieces but the first and the last
             if MAP:
-                p_A = maps + (i_mid * K - NV * BV) * K + o_P
-                tl.store(p_A, b_S, mask=mask2((i_j > 0) & (o_v >= NV * BV) & (o_v < NV * BV + K), o_k, K, BK))
+                m_A = mask2((i_j > 0) & (o_v >= NV * BV) & (o_v < NV * BV + K), o_k, K, BK)
+                if maps.dtype.element_ty == tl.float32:
+                    tl.store(maps + (i_mid * K - NV * BV) * K + o_P, b_S, mask=m_A)
+                else:
+                    b_hi, b_lo = two_parts(b_S)
+                    p_A = maps + (2 * i_mid * K - NV * BV) * K + o_P
+                    tl.store(p_A, b_hi, mask=m_A)
+                    tl.store(p_A + K * K, b_lo, mask=m_A)
             elif not CORRECTS:
                 tl.store(kept + i_mid * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0) & (i_j > 0))
     if FINAL:

@@ -9,6 +9,7 @@ import triton.language as tl
 RCP_LN2 = tl.constexpr(1.4426950408889634)
 FLOOR = tl.constexpr(-150.0)  # exp2 of it is 0 in fp32: -inf and -1e4 forget just as much
 NEVER = tl.constexpr(-1.0e4)  # log decay of a pair that does not meet
+NEAR = tl.constexpr(-100.0)  # log2: readers that keep more of the chunk's first state have factors a token
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk, tune
+from chunkwise.engine import chunk, stages_triton_grad, tune
 from chunkwise.engine.problem import Problem
 from chunkwise.engine.stages_triton import gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
@@ -107,6 +107,14 @@ def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
     check(gate, rule, dtype=torch.float16, B=1, T=70, H=1, K=72, V=68, C=64)
     check(gate, rule, dtype=torch.float16, B=2, T=70, H=1, n=2, K=72, V=72, C=64)
     check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, V=136, C=32)
+    check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, V=136, C=64)
+
+
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
+def test_a_head_of_many_values_is_several_of_fewer(gate, monkeypatch):
+    monkeypatch.setattr(stages_triton_grad, "AT_ONCE", 16)
+    check(gate, Rule.DELTA, dtype=torch.float16, H=1, n=2, V=48, change=faint)
+    check(gate, Rule.DELTA, dtype=torch.bfloat16, B=1, T=40, V=32, cu=[0, 0, 17, 18, 18, 40])
 
 
 @pytest.mark.parametrize("strong", [0.05, 5.0, 100.0])

@@ -1,5 +1,6 @@
 """The inverse, the scan in both directions and the packed index against the torch plan, in Triton's interpreter."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from chunkwise.engine import chunk, plan_triton, stages_triton
 from chunkwise.engine import cut as cuts
 from chunkwise.engine.cut import even
 from chunkwise.engine.problem import Problem, problem
+from chunkwise.kernels import token
 from chunkwise.spec import Gate, Rule, Streams
 
 CELLS = [(g, r) for g in (Gate.NONE, Gate.HEAD, Gate.SCALAR) for r in (Rule.ADD, Rule.DELTA)]
@@ -223,13 +225,38 @@ def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch
         carried = each.carried
 
 
-@pytest.mark.parametrize("later", [-3.0, -300.0, float("nan")], ids=["weak", "strong", "not a number"])
-def test_gates_that_come_later_in_a_chunk_change_no_bits(later):
+LATER = [(Rule.ADD, -3.0), (Rule.ADD, -300.0), (Rule.ADD, float("nan")), (Rule.DELTA, -3.0), (Rule.DELTA, -300.0)]
+
+
+@pytest.mark.parametrize("rule, later", LATER, ids=[f"{rule} {later}" for rule, later in LATER])
+def test_gates_that_come_later_in_a_chunk_change_no_bits(rule, later):
     """Whether decays are factors of tokens or of pairs is decided for every reader by what came before it."""
-    x = streams(Gate.SCALAR, Rule.ADD, torch.float16, B=1, H=1, HV=2, K=16, V=16)
-    p = asked(x, Gate.SCALAR, Rule.ADD)
+    x = streams(Gate.SCALAR, rule, torch.float16, B=1, H=1, HV=2, K=16, V=16)
+    p = asked(x, Gate.SCALAR, rule)
     o = plan_triton.forward(p, x, None, final=False, save=False)[0]
     for t in (5, 15, 16, 30):
         g = x.g.clone()
         g[:, t:] = later
         assert torch.equal(plan_triton.forward(p, x._replace(g=g), None, final=False, save=False)[0][:, :t], o[:, :t])
+
+
+@pytest.mark.parametrize("cu", [None, [0, 0, 17, 18, 37]], ids=["dense", "packed"])
+def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
+    x = streams(Gate.SCALAR, Rule.DELTA, torch.float16, B=1)
+    x.g[:, 20:24] = -40.0  # in log2 units 58 a token: beyond reach from the second of them on
+    p = asked(x, Gate.SCALAR, Rule.DELTA, cu_seqlens=None if cu is None else torch.tensor(cu))
+    at = stages_triton.index(p)
+    room = stages_triton.token_room(p, at, x.q.device).fill_(float("nan"))
+    stages_triton.inverse(p, x, at, None, room)
+    starts = [(i, min(16, p.T - i)) for i in range(0, p.T, 16)] if cu is None else [(0, 16), (16, 1), (17, 1), (18, 16), (34, 3)]
+    for left, (row, L) in zip(room.view(-1, p.HV, token.KINDS.value, 16), starts):
+        g, beta = torch.zeros(p.HV, 16, dtype=torch.float64), torch.zeros(p.HV, 16)
+        g[:, :L], beta[:, :L] = x.g[0, row : row + L].mT.double() / math.log(2), x.beta[0, row : row + L].mT.float()
+        G = g.cumsum(1)
+        near = G > -100
+        rows = {
+            token.BETA: beta, token.START: G.exp2(), token.END: (G[:, -1:] - G).exp2(), token.SUM: G,
+            token.READ: torch.where(near, G.exp2(), 1.0), token.BACK: torch.where(near, (-G).exp2(), 1.0),
+        }  # fmt: skip
+        for kind, wanted in rows.items():
+            torch.testing.assert_close(left[:, kind.value].double(), wanted.double(), rtol=2e-5, atol=1e-30)
