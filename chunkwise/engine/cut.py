@@ -44,7 +44,8 @@ LONG = 8192  # tokens, see `long`
 
 def long(rule: Rule, HV: int, K: int, V: int) -> int:
     """Tokens from which a sequence is cut, if such sequences are cut: fewer where a first scan costs little and heads are few."""
-    return min(LONG, 4096) if rule is Rule.ADD and K <= 128 and HV * -(-padded(V) // 64) <= MULTIPROCESSORS // 8 else LONG
+    soon = rule is Rule.ADD and (K > 128 or HV * -(-padded(V) // 64) <= MULTIPROCESSORS // 8)
+    return min(LONG, 4096) if soon else LONG
 
 
 def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool) -> int:
@@ -65,6 +66,9 @@ def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
     if T < long(rule, HV, K, V) or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
         return WHOLE
     programs, places = HV * -(-padded(V) // 64), 2 * MULTIPROCESSORS
+    if rule is Rule.ADD and K > 128:  # of 128 values, each alone on its multiprocessor
+        programs, places = HV * -(-padded(V) // 128), MULTIPROCESSORS
+        return even(min(16, 1 << (places // programs).bit_length() - 1)) if programs <= places // 4 else WHOLE
     if programs <= places // (32 if rule is Rule.ADD else 16):
         return even(16)
     if programs <= places // 8:

@@ -164,6 +164,7 @@ def at_once(p: Problem) -> bool:
         return False
     many = p.rule is Rule.DELTA and p.K <= 256 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # by the copy engine: see `can_describe`
     many = many and p.cu_seqlens is None and p.C == 64 and p.K % 8 == p.V % 8 == 0
+    many = many or (p.rule is Rule.ADD and p.V <= AT_ONCE)
     return p.dtype != torch.float32 and (p.V <= 128 or many) and card().arch == "sm_90"
 
 

@@ -90,7 +90,7 @@ def _added(p: Problem) -> Config | None:
     0.079); K=V=256, B=2 of 64 values 0.201 0.234, 128 values 0.227 0.252, in 4 pieces 0.190 0.214.
     """
     BK, heads = padded(p.K), p.N * p.HV
-    adds = p.rule is Rule.ADD and p.gate is not Gate.KEY and not p.bonus and p.dtype != torch.float32 and p.cu_seqlens is None
+    adds = p.rule is Rule.ADD and (p.gate is not Gate.KEY or BK > 64) and not p.bonus and p.dtype != torch.float32 and p.cu_seqlens is None
     if not adds or card().arch != "sm_90" or 64 < BK < 256 or BK > 256 or BK < 32 or heads * -(-p.V // 16) <= MULTIPROCESSORS:
         return None
     if BK <= 64:
@@ -124,7 +124,9 @@ def _states(p: Problem) -> Config:
         return replace(_state_pass(p), num_stages=3) if p.rule is Rule.ADD and _fills(p, 115000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 115000):
         return Config(128, 128, 8, 3, tma=False)  # 0.138, else 0.162
-    return _added(p) or (replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p))  # 0.205, else 0.221
+    if (added := _added(p)) is not None:  # simple GLA, 256 channels, every second chunk's: 8 warps 1.073 ms, else 1.119
+        return replace(added, BV=min(64, added.BV), num_warps=8) if p.K > 64 and p.V > 32 else added
+    return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # 0.205, else 0.221
 
 
 def _reverse(p: Problem) -> Config:
@@ -133,8 +135,11 @@ def _reverse(p: Problem) -> Config:
     if _fills(p, 222000):
         # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
         return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)
-    if (added := _added(p)) is not None:  # 256 keys, states too: simple GLA's whole step 1.074 ms, at two stages 1.150, 128 values 1.120
-        return added if p.K <= 64 else Config(added.BK, min(64, added.BV), 4, 1)
+    if (added := _added(p)) is not None:
+        learns = p.gate is Gate.KEY or p.gate is not Gate.NONE and not p.fixed
+        if p.K > 64 and (p.V > 256 or learns):  # states too: simple GLA's step 1.074 ms, at two stages 1.150, of 128 values 1.120
+            return Config(added.BK, min(64, added.BV), 4, 1)
+        return added
     return _state_pass(p, 32 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 64)
 
 
@@ -148,6 +153,8 @@ def _inverse(p: Problem) -> Config:
 def _grad(p: Problem) -> Config:
     """Narrow blocks of keys: two stages of them and whole values leave room for a second program on the multiprocessor."""
     # Measured as above, ms at 2 and 3 stages: linear 0.36 0.48, simple GLA 0.35 0.40, GDN 0.56 0.87; at 1 GDN 0.74.
+    if p.V > 128:  # simple GLA, 128 tokens: 0.352 ms, 64 tokens 0.711
+        return Config(min(32, padded(p.K)), padded(p.V), 8, 2)
     if p.rule is Rule.ADD and max(p.K, p.V) <= 64:  # simple GLA's step, B=4, T=4096, H=16: 0.269; two stages 0.297, 128 tokens 0.348
         return Config(min(32, padded(p.K)), padded(p.V), 4, 3)
     if p.C > 64:  # simple GLA, 8 warps, blocks of 32, 64 and 128 keys: 0.65, 0.45 and 0.53

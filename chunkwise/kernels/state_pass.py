@@ -141,7 +141,8 @@ def state_pass_kernel(
     DECAY: tl.constexpr = (GATE == "head") or (GATE == "scalar")
     CORRECTS: tl.constexpr = DELTA or LOW_RANK
     FACTORS: tl.constexpr = not SPLIT and (REVERSE or not DELTA)  # GDN forwards, in 4 warps: 0.361 ms, pair by pair 0.345
-    PAIRED: tl.constexpr = GATE == "head" and not (FACTORS and BK > 128)  # a head's decays stay in registers, where there are enough
+    WIDE: tl.constexpr = FACTORS and BK > 128
+    PAIRED: tl.constexpr = GATE == "head" and not (WIDE and BV >= 64)  # a head's decays stay in registers, where there are enough
     SCORES: tl.constexpr = "scalar" if GATE == "head" and not PAIRED else GATE
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -222,6 +223,12 @@ def state_pass_kernel(
         h_start = start(h_G, h_F, SPLIT)
         if OUTPUT or (DELTA and REVERSE):
             b_D = pairs(h_G, h_F, o_c, o_c, REVERSE, SPLIT)  # [C, C]
+            if WIDE:  # the numbers that wider blocks make in every chunk
+                h_r, h_w = tl.exp2(h_G), tl.exp2(-h_G)  # [C]
+                if REVERSE:
+                    b_D = tl.where((o_c[None, :] <= o_c[:, None]) & (h_G > NEAR)[:, None], h_r[:, None] * h_w[None, :], b_D)
+                else:
+                    b_D = tl.where((o_c[:, None] <= o_c[None, :]) & (h_G > NEAR)[None, :], h_r[None, :] * h_w[:, None], b_D)
     for i in range(c_end - c_0):
         if REVERSE:
             c = c_end - 1 - i
