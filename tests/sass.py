@@ -32,7 +32,8 @@ def instructions(cubin: bytes) -> list[str]:
 
 def _width(opcode: str) -> int:
     """Registers of a result, or of a 64-bit operand."""
-    return 4 if ".128" in opcode else 2 if ".64" in opcode or ".WIDE" in opcode else 1
+    pair = ".64" in opcode or ".WIDE" in opcode or (opcode.startswith("CS2R") and ".32" not in opcode)
+    return 4 if ".128" in opcode else 2 if pair else 1
 
 
 def unset_registers(code: list[str]) -> dict[str, str]:
