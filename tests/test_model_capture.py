@@ -181,6 +181,21 @@ def test_a_captured_step_has_the_bits_of_the_step(kind):
 
 
 @pytest.mark.gpu
+def test_what_is_frozen_is_recorded_anew():
+    model, other, x = build(**SIZES).cuda().train(), build(**SIZES).cuda().train(), ids(2, 70).cuda()
+    captured, plain = Captured(model), eager(other)
+    for frozen in ("lm_head", "model.norm"):
+        for m in (model, other):
+            m.get_submodule(frozen).requires_grad_(False)
+        for _ in range(5):
+            model.zero_grad(), other.zero_grad()
+            assert torch.equal(captured(input_ids=x, labels=x), plain(input_ids=x, labels=x))
+        assert len(captured.graphs) == 1
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.gpu
 def test_checkpointed_layers_go_on_as_they_are():
     """Checkpointing asks for the state of the random numbers, which nobody has while a graph is recorded."""
     batches = [ids(2, 70, seed=i).cuda() for i in range(5)]

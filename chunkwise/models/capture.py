@@ -88,7 +88,7 @@ class Captured:
             raise TypeError(f"Captured: inputs must be tensors or hashable, got {names}") from None
         places = (self.listeners(), *(p.data_ptr() if p.requires_grad else -p.data_ptr() for p in self.model.parameters()))
         if places != self.places:  # parameters were moved, replaced or frozen, somebody listens now: graphs know what was before
-            self.graphs, self.calls, self.refused, self.places = {}, {}, {}, places
+            self.graphs, self.calls, self.refused, self.places, self.pool = {}, {}, {}, places, None
         if (graph := self.graphs.get(kind)) is None:
             seen = self.calls[kind] = self.calls.get(kind, 0) + 1
             if seen == 1 and (reason := self.obstacle()):
