@@ -15,7 +15,7 @@ from .call import TENSORS, Alike, Decided, alike, hashed
 from .dispatch import run
 from .library import Pass, direct, trim, watched
 from .pool import Where, sequences, store
-from .problem import compute_dtype
+from .problem import compute_dtype, given
 from .tape import Made, Taped
 
 KEPT = 256  # steps; the oldest goes
@@ -104,27 +104,31 @@ def composed(
         places = w.slots(pool).tolist()
         own = dict(form=Form.RECURRENT.value, initial_state=pool, state_v_first=w.v_first, cu_seqlens=w.cu_seqlens)
         return run(op, x, sizes, {**op.defaults, **o, **own}, slots=places, passes=passes)[0]
-    slots = w.slots(pool)
-    live = slots >= 0
-    S = pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype))
     options = dict(form=Form.RECURRENT.value, output_final_state=True, state_v_first=w.v_first, **o)
-    if w.into is None:
-        out, S = op(x, initial_state=S, cu_seqlens=w.cu_seqlens, **options)  # type: ignore[assignment]
-        store(pool, slots, S)
-    else:
-        out = _each(op, x, pool, w, w.into, S, live, options)
+    if w.into is not None:
+
+        def step(x: Mapping[str, Tensor | None], S: Tensor) -> Tensor:
+            out, ST = op(x, initial_state=S.to(compute_dtype(S.dtype)), **options)
+            S.copy_(given(ST))
+            return out
+
+        return drafts(op, x, pool, w, step)
+    slots = w.slots(pool)
+    out, ST = op(x, initial_state=pool[slots.clamp(min=0)].to(compute_dtype(pool.dtype)), cu_seqlens=w.cu_seqlens, **options)
+    store(pool, slots, given(ST))
     return torch.where(w.alive(pool, out.shape[1]), out, 0.0)
 
 
-def _each(
-    op: Op, x: Mapping[str, Tensor | None], pool: Tensor, w: Where, into: Tensor, S: Tensor, live: Tensor, options: dict[str, Any]
+def drafts(
+    op: Op, x: Mapping[str, Tensor | None], pool: Tensor, w: Where, step: Callable[[Mapping[str, Tensor | None], Tensor], Tensor]
 ) -> Tensor:
-    """Token by token, the state after each kept where `into` says."""
-    cu = w.cu_seqlens
+    """Token by token, the state after each kept where `w.into` says. step(x, S): o [N, 1, HV, V]; S [N, ...] moves on in place."""
+    cu, into, slots = w.cu_seqlens, given(w.into), w.slots(pool)
+    live = slots >= 0
     tokens = {n: t for n, t in x.items() if t is not None and op.args[n].per_token}
     T = next(iter(tokens.values())).shape[1]
     rows = torch.arange(w.N, device=pool.device)
-    made, outs = [S], []
+    made, outs = [pool[slots.clamp(min=0)]], []
     for t in range(T if cu is None else w.columns):
         here = {n: z[:, t : t + 1] for n, z in tokens.items()}
         there = live
@@ -132,17 +136,13 @@ def _each(
             at = cu.long()[:-1] + t
             there = live & (at < cu[1:])
             here = {n: z[0, at.clamp(max=T - 1)][:, None] for n, z in tokens.items()}
-        S = made[-1]
-        if w.parents is not None:
-            S = torch.stack(made)[w.parents[:, t].long() + 1, rows]
-        o, ST = op({**x, **here}, initial_state=S, **options)
-        if ST is None:
-            raise RuntimeError(f"decode {op.name}: its recurrent form gave no last state")
-        ST = ST.to(pool.dtype)
-        store(pool, torch.where(there, into[:, t].long(), -1), ST)
-        made.append(ST.to(S.dtype))
-        outs.append(o[:, 0])
+        S = made[-1].clone() if w.parents is None else torch.stack(made)[w.parents[:, t].long() + 1, rows]
+        outs.append(step({**x, **here}, S)[:, 0])
+        store(pool, torch.where(there, into[:, t].long(), -1), S)
+        made.append(S)
     if cu is None:
-        return torch.stack(outs, 1)
-    sequence = sequences(cu, T)
-    return torch.stack(outs)[torch.arange(T, device=pool.device) - cu.long()[sequence], sequence][None]
+        out = torch.stack(outs, 1)
+    else:
+        sequence = sequences(cu, T)
+        out = torch.stack(outs)[torch.arange(T, device=pool.device) - cu.long()[sequence], sequence][None]
+    return torch.where(w.alive(pool, out.shape[1]), out, 0.0)

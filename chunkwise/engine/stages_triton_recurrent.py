@@ -18,7 +18,7 @@ from .tune import config
 
 
 class States(NamedTuple):
-    """Where states are: [N, HV, K, V], or with v_first [N, HV, V, K]; heads and rows dense inside a slot. With `slots` a pool of them."""
+    """Where states are: [N, HV, K, V], or with v_first [N, HV, V, K]; lines are dense, their strides the same in both. `slots`: a pool."""
 
     first: Tensor | None  # before the first token; None: zeros
     last: Tensor | None  # after the last one, or `into` says; None: nobody wants it
@@ -29,9 +29,9 @@ class States(NamedTuple):
     parents: Tensor | None = None  # [N, columns]: the token whose state each token goes on from; -1: the first state
 
 
-def _whole(states: Sequence[Tensor], line: int) -> bool:
+def _whole(states: Sequence[Tensor]) -> bool:
     """Whether states can be moved 16 bytes at a time. If not, Triton would share keys among threads by how many strips there are."""
-    return line % 16 == 0 and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in states)
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(2) * t.element_size() % 16 == 0 for t in states)
 
 
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
@@ -40,7 +40,7 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     size = states[0].element_size() if states else 4
     strip = 0 if s.v_first else 64 // size
     c = config("recurrent_v_first" if s.v_first else "recurrent_half" if size == 2 else "recurrent", p)
-    if strip and not _whole(states, p.V * size):
+    if strip and not _whole(states):
         c = replace(c, BV=strip, num_warps=c.num_warps * strip // c.BV)
     erase = x.e if x.a is None else x.a
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
@@ -51,6 +51,7 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     a, sa = (unused, 0) if erase is None else rows(erase)
     b, sb = (unused, 0) if x.b is None else rows(x.b)
     first, last = (unused if t is None else t for t in s[:2])
+    head, line = (states[0].stride(1), states[0].stride(2)) if states else (0, 0)
     columns = next((t.shape[1] for t in (s.into, s.slots) if t is not None and t.ndim > 1), 1)
     launch(
         recurrent_kernel, p.N * p.HV * -(-p.V // c.BV),
@@ -59,8 +60,9 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         sq, sk, sv, sg, sbeta, sa, sb, first.stride(0), last.stride(0), p.T, p.HV, columns,
         p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength,
         K=p.K, V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, GROUP_A=1 if erase is None else p.HV // erase.shape[2],
-        GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], GATE=p.gate.value, RULE=p.rule.value, ERASE=erase is not None,
-        BEFORE=x.a is not None, BONUS=p.bonus, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None, STRIP=strip,
+        GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], LINE=line, HEAD=head, GATE=p.gate.value, RULE=p.rule.value,
+        ERASE=erase is not None, BEFORE=x.a is not None, BONUS=p.bonus, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None,
+        STRIP=strip,
         INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,

@@ -138,7 +138,7 @@ def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "HV", "columns"])
 def recurrent_kernel(
     q, k, v, g, beta, a, b, u, A_log, dt_bias,  # a: whatever erases; g: by GATE
-    S0, ST,  # states of one layout, heads and rows dense inside a slot; without INDEXED slot i is sequence i
+    S0, ST,  # states of one layout; without INDEXED slot i is sequence i
     cu_seqlens, index, into, accepted, parents,
     o,  # [rows, HV, V]
     sq, sk, sv, sg, sbeta, sa, sb,  # rows are so far apart
@@ -146,6 +146,7 @@ def recurrent_kernel(
     T, HV, columns,  # of `into` and `parents`, and of `index` with ACCEPTED
     scale, bound, strength,  # beta is multiplied by it
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr, GROUP_B: tl.constexpr,
+    LINE: tl.constexpr, HEAD: tl.constexpr,  # a state's lines are so far apart, and the states of two heads of a slot
     GATE: tl.constexpr, RULE: tl.constexpr, ERASE: tl.constexpr, BEFORE: tl.constexpr, BONUS: tl.constexpr, USE_BETA: tl.constexpr,
     PACKED: tl.constexpr, STRIP: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, INDEXED: tl.constexpr,
     EACH: tl.constexpr,  # the state after every token t goes to slot into[i_n, t], where that is not negative
@@ -163,8 +164,8 @@ def recurrent_kernel(
     i_hv = i_nh - i_n * HV
     i_n = i_n.to(tl.int64)
     m_k, m_v = o_k < K, o_v < V
-    k_apart, v_apart = (1, K) if STRIP == 0 else (V, 1)
-    o_S = i_hv * (K * V) + on_keys(o_k * k_apart, STRIP) + on_values(o_v * v_apart, STRIP)  # the tile
+    k_apart, v_apart = (1, LINE) if STRIP == 0 else (LINE, 1)
+    o_S = i_hv * HEAD + on_keys(o_k * k_apart, STRIP) + on_values(o_v * v_apart, STRIP)  # the tile
     m_S = on_keys(m_k, STRIP) & on_values(m_v, STRIP)
     if PACKED:
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
