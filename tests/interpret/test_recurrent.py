@@ -9,10 +9,11 @@ from chunkwise.engine import decode, plan_recurrent_triton, recurrent, stages_tr
 from chunkwise.engine.config import Config
 from chunkwise.engine.dispatch import choose, run
 from chunkwise.engine.problem import Problem, problem
-from chunkwise.engine.prologue import activate_gate, l2norm
+from chunkwise.engine.prologue import activate_gate
 from chunkwise.engine.raw import NOTHING, Raw
 from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
+from chunkwise.nn.norm import l2norm
 from chunkwise.spec import EXTRA_SIZES, Gate, Op, Rule, Streams, all_ops
 
 B, T, H, HV, K, V = 2, 5, 2, 6, 5, 18
@@ -205,12 +206,12 @@ def test_the_form_and_the_step_leave_the_prologue_to_the_kernel(op: Op, monkeypa
         check(mine, torchs, right)
 
 
-ONE_PASS = [op for op in all_ops().values() if op.lower is not None and op.passes is not None]
+PASSES = [op for op in all_ops().values() if op.passes is not None]
 
 
-@pytest.mark.parametrize("op", ONE_PASS, ids=lambda op: op.name)
-def test_one_pass_with_work_around_it_is_a_step_in_place(op: Op, monkeypatch):
-    """A token may be several rows, and something may be added to what was read: not to a lane without a slot."""
+@pytest.mark.parametrize("op", PASSES, ids=lambda op: op.name)
+def test_passes_with_work_around_them_are_a_step_in_place(op: Op, monkeypatch):
+    """A token may be several rows, a pass have a part of the state, something be added to what was read: not to a lane without a slot."""
     monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
     sizes = dict(B=B, T=2, H=H, HV=HV, K=K, V=V)
     x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
