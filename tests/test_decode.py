@@ -256,7 +256,7 @@ def test_more_sequences_than_a_grid_s_second_axis_has():
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_many_sequences_there_are_changes_no_bit(dtype):
-    """Programs of several strips of values, and of one."""
+    """Whether there are enough of them to fill a card or not."""
     call = make(BASIC, Case(B=600, T=1, H=2, K=40, V=136), torch.float32)
     x, S = {n: t.detach() for n, t in call.x.items()}, call.S0.detach().to(dtype)
     few = S[:2].clone()

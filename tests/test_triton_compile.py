@@ -186,7 +186,7 @@ def test_the_widest_blocks_fit_a_card_where_readers_are_of_their_own(op):
 def test_the_recurrent_form_builds_for_every_card(arch):
     made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",))
     assert {b.kernel for b in made} == {"recurrent_kernel"}
-    assert {(b.switches["RAW"], b.switches["STRIP"] == 0) for b in made} >= {("softplus", True), ("", False)}
+    assert {(b.switches["RAW"], b.switches["V_FIRST"]) for b in made} >= {("softplus", True), ("", False)}
     check(made)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
+from triton import knobs
 
 from ..kernels.recurrent import recurrent_kernel
 from ..spec import Gate, Streams
@@ -14,7 +14,7 @@ from .launch import launch
 from .problem import Problem
 from .raw import NOTHING, Raw
 from .stages_triton import dense, rows
-from .tune import config
+from .tune import card, config
 
 
 class States(NamedTuple):
@@ -29,19 +29,13 @@ class States(NamedTuple):
     parents: Tensor | None = None  # [N, columns]: the token whose state each token goes on from; -1: the first state
 
 
-def _whole(states: Sequence[Tensor]) -> bool:
-    """Whether states can be moved 16 bytes at a time. If not, Triton would share keys among threads by how many strips there are."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 and t.stride(2) * t.element_size() % 16 == 0 for t in states)
-
-
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the states are written where `s` says."""
     states = [t for t in s[:2] if t is not None]
     size = states[0].element_size() if states else 4
-    strip = 0 if s.v_first else 64 // size
     c = config("recurrent_v_first" if s.v_first else "recurrent_half" if size == 2 else "recurrent", p)
-    if strip and not _whole(states):
-        c = replace(c, BV=strip, num_warps=c.num_warps * strip // c.BV)
+    if raw.norm or raw.norm_erase or raw.A_log is not None:
+        c = replace(c, registers=None)  # what it prepares needs some more, and would be spilled
     erase = x.e if x.a is None else x.a
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
     unused = o = q.new_empty(p.B, p.T, p.HV, p.V)
@@ -59,13 +53,14 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
         sq, sk, sv, sg, sbeta, sa, sb, first.stride(0), last.stride(0), p.T, p.HV, columns,
         p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength,
-        K=p.K, V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, GROUP_A=1 if erase is None else p.HV // erase.shape[2],
+        K=p.K, V=p.V, KB=c.BK, NK=-(-p.K // c.BK), BV=c.BV, GROUP=p.HV // p.H, GROUP_A=1 if erase is None else p.HV // erase.shape[2],
         GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], LINE=line, HEAD=head, GATE=p.gate.value, RULE=p.rule.value,
         ERASE=erase is not None, BEFORE=x.a is not None, BONUS=p.bonus, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None,
-        STRIP=strip,
-        INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
-        ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
+        V_FIRST=s.v_first, INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None,
+        EACH=s.into is not None, ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
-        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None, config=replace(c, fuse=False),  # the kernel says what is
+        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None,
+        PTX=not s.v_first and card().arch.startswith("sm_") and not knobs.runtime.interpret,
+        config=replace(c, fuse=False),  # the kernel says what is
     )  # fmt: skip
     return o

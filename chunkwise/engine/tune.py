@@ -275,31 +275,27 @@ def _carry(p: Problem) -> Config:
     return Config(padded(p.K), min(16 if p.dtype == torch.float32 else 32, padded(p.V)), 8, 2)  # 3.6 us a map; 16 values at one stage 5.8
 
 
-# Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are; how many
-# strips of values a program has may. Measured on an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of
-# 16 bits, 31.2.
+# Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are. Measured on
+# an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of 16 bits, 31.2.
 def _recurrent(p: Problem) -> Config:
-    """64 registers of the state a thread: sums over the keys stay inside a warp."""
-    return _strips(p, 16, 4)  # KDA four strips 75.5, two 76.5, one 83.8; GDN 74.7, 77.2, 87.9
+    return replace(_keys_first(p), registers=128)  # no spills, where KDA would take 132 and RWKV-7 154
 
 
 def _recurrent_half(p: Problem) -> Config:
-    return _strips(p, 32, 1)  # KDA 51.5, GDN 48.8, GLA 49.1; two strips 57.6, 55.5, 49.9
+    return _keys_first(p)  # 80 to 96 registers, RWKV-7 121
+
+
+def _keys_first(p: Problem) -> Config:
+    """BK: keys of a block; 2048 numbers of the state a warp. How many sequences there are changes nothing: it would the order of sums."""
+    BK = padded(p.K)
+    BV = min(64, padded(p.V), max(16, 16384 // BK))
+    return Config(max(16, BK // 8), BV, min(8, max(1, BK * BV // 2048)), 1)
 
 
 def _recurrent_v_first(p: Problem) -> Config:
     BK = padded(p.K)
     BV = min(padded(p.V), max(8, min(64, 2048 // BK)))
     return Config(BK, BV, max(1, BK * BV // 2048), 1)  # KDA 69.8, of 16 bits 38.4; 8 values 70.5, 40.0; B=1 3.13, 3.54
-
-
-def _strips(p: Problem, strip: int, most: int) -> Config:
-    """Strips of values, 2048 numbers of the state a warp: several side by side, whole lines of memory, where enough programs are left."""
-    BK, n = padded(p.K), most if card().arch.startswith("sm_") else 1  # AMD's warps are wider: more strips would share keys otherwise
-    warps = max(1, BK * strip // 2048)
-    while n > 1 and (n * warps > 8 or n * strip >= 2 * padded(p.V) or p.N * p.HV * -(-p.V // (n * strip)) < 8 * MULTIPROCESSORS):
-        n //= 2
-    return Config(BK, n * strip, n * warps, 1)
 
 
 def _index(p: Problem) -> Config:

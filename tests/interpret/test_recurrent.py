@@ -24,7 +24,7 @@ CELLS = [(g, r, "") for g in Gate for r in Rule] + [
 cells = pytest.mark.parametrize("gate, rule, reader", CELLS, ids=[f"{g} {r} {x}".strip() for g, r, x in CELLS])
 
 
-def streams(gate: Gate, rule: Rule, reader: str = "", dtype: torch.dtype = torch.float32, rows=(B, T), strong: float = 1.0) -> Streams:
+def streams(gate: Gate, rule: Rule, reader: str = "", dtype: torch.dtype = torch.float32, rows=(B, T), strong: float = 1.0, K=K) -> Streams:
     """Unit keys, gates of about -0.8, write strengths in (0, 1); q, k and v are parts of one projection, padded with NaN."""
     r = torch.Generator().manual_seed(0)
     rand = lambda *s: torch.randn(*rows, *s, generator=r)
@@ -80,12 +80,19 @@ def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
     check_form(streams(gate, rule, reader), gate, rule, states(B))
 
 
-def test_how_many_strips_a_program_has_changes_no_bit(monkeypatch):
+def test_how_many_values_a_program_has_changes_no_bit(monkeypatch):
     x, pool = streams(Gate.KEY, Rule.DELTA), states(B)
     other = pool.clone()
     o = pooled(x, Gate.KEY, Rule.DELTA, pool)
-    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 32, 2, 1))  # 18 values: the second strip is nearly empty
+    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 16, 1, 1))  # 18 values: the second block is nearly empty
     assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other)) and torch.equal(pool, other)
+
+
+def test_keys_lie_in_blocks(monkeypatch):
+    """Of 16 where there are 40: in the last one half are none."""
+    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 32, 1, 1))
+    x = streams(Gate.KEY, Rule.DELTA, K=40)
+    check_form(x, Gate.KEY, Rule.DELTA, torch.randn(B, HV, 40, V, generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
