@@ -278,18 +278,19 @@ def _carry(p: Problem) -> Config:
 # Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are. Measured on
 # an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of 16 bits, 31.2.
 def _recurrent(p: Problem) -> Config:
-    return replace(_keys_first(p), registers=128)  # no spills, where KDA would take 132 and RWKV-7 154
+    return replace(_keys_first(p, 2048), registers=128)  # no spills, where KDA would take 132 and RWKV-7 154
 
 
 def _recurrent_half(p: Problem) -> Config:
-    return _keys_first(p)  # 80 to 96 registers, RWKV-7 121
+    return _keys_first(p, 4096)  # KDA 49.4, B=256 162.5; half the numbers 52.8, 183.5
 
 
-def _keys_first(p: Problem) -> Config:
-    """BK: keys of a block; 2048 numbers of the state a warp. How many sequences there are changes nothing: it would the order of sums."""
+def _keys_first(p: Problem, most: int) -> Config:
+    """BK: keys of a block; a warp has so many numbers of the state. How many sequences there are changes nothing: it would the order of
+    sums."""
     BK = padded(p.K)
     BV = min(64, padded(p.V), max(16, 16384 // BK))
-    return Config(max(16, BK // 8), BV, min(8, max(1, BK * BV // 2048)), 1)
+    return Config(max(16, BK // 8), BV, min(8, max(1, BK * BV // most)), 1)
 
 
 def _recurrent_v_first(p: Problem) -> Config:
