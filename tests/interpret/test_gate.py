@@ -41,3 +41,13 @@ def test_many_rows_share_programs_and_slices_are_read_in_place(monkeypatch):
 def test_no_tokens_and_no_sequences(monkeypatch):
     check(monkeypatch, [gate], gate.log_decay, draw(2, 0, 3), draw(3))
     check(monkeypatch, [gate], gate.write_strength, draw(0, 5, 3))
+
+
+def test_gradients_are_tensors_of_their_own():
+    """Compiled code takes for granted that what an operator returns begins where memory of its own does."""
+    from chunkwise.nn.launch import conv, gate
+
+    x, p = torch.randn(1, 5, 6), torch.zeros(6)
+    made = gate.backward(x, p, p, torch.randn(1, 5, 6), "softplus", 0.0)
+    made += conv.backward(x, torch.randn(6, 4), p, None, None, None, (x,), None, True)[:3]
+    assert all(t.storage_offset() == 0 for t in made)

@@ -126,7 +126,7 @@ def backward(
     sums = parts.sum(0)  # [W + BIAS, D]
     dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None
     if bias is not None:
-        db = sums[W].to(bias.dtype)
+        db = sums[W].to(bias.dtype, copy=True)  # aligned
     dstate = None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
     if dstate is not None and dstate.numel():
         conv_state_grad_kernel[(at.N, -(-D // BD))](

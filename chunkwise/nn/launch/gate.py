@@ -55,4 +55,4 @@ def backward(
         return dx, None, None
     sums = parts.sum(0)  # [2, D]
     dA = sums[0].view(-1, K).sum(1).to(A_log.dtype).view(A_log.shape)
-    return dx, dA, None if dt_bias is None else sums[1].to(dt_bias.dtype).view(dt_bias.shape)
+    return dx, dA, None if dt_bias is None else sums[1].to(dt_bias.dtype, copy=True).view(dt_bias.shape)  # aligned
