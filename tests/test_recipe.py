@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
-from chunkwise.engine import cuda, plan_replay, plan_triton, recipe  # noqa: E402
+from chunkwise.engine import cuda, plan_replay, plan_triton, recipe, record  # noqa: E402
+from chunkwise.engine.launch import launch  # noqa: E402
 from chunkwise.engine.precompile import _workers  # noqa: E402
 from chunkwise.engine.problem import problem  # noqa: E402
 from chunkwise.engine.program import ALIGNED, pack  # noqa: E402
@@ -268,9 +269,11 @@ def test_calls_alike_find_their_recipe_without_a_key(monkeypatch):
         if seats.forward(tensors) is None:
             ways.forward(p, Streams._make(tensors[:9]), None, final=False, save=True, seats=seats)
 
-    def backward(do):
-        if seats.back(do, None)((*x, None, None, do, None, None)) is None:
-            ways.backward(p, x, None, None, do, None, seats=seats)
+    def backward(do, q=x.q):
+        y = x._replace(q=q)
+        tensors = (*y, None, None, do, None, None)
+        if seats.back(tensors)(tensors) is None:
+            ways.backward(p, y, None, None, do, None, seats=seats)
 
     assert [did(forward) for _ in range(3)] == [["key", "recipe"], ["recipe"], ["recipe"]]
     assert did(forward, torch.zeros(33)[1:].view(1, 8, 1, 4)) == ["hosts"]
@@ -280,3 +283,13 @@ def test_calls_alike_find_their_recipe_without_a_key(monkeypatch):
     assert [did(backward, do) for do in (dense, dense, wide, wide, dense)] == [
         ["key", "recipe"], ["recipe"], ["key", "recipe"], ["recipe"], ["recipe"],
     ]  # fmt: skip
+    apart = torch.zeros(1, 8, 1, 12)[..., :4]  # saved tensors that come back from the host are dense, whatever they were
+    assert [did(backward, dense, q) for q in (apart, apart, x.q)] == [["key", "recipe"], ["recipe"], ["recipe"]]
+
+
+def test_a_grid_of_two_axes_is_not_recorded():
+    """Nor launched on tensors without contents."""
+    launched = []
+    with Recorder(()), pytest.raises(record.Unfit, match="two axes"):
+        launch({(2, 3): launched.append}, (2, 3), config=SimpleNamespace(launch={}))
+    assert not launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_a_later_measurement_replaces_the_same_one_and_keeps_the_others(folder):
     measured.save(CARD, {one: configs[0], two: configs[1]}, {})
     measured.save(CARD, {one: configs[2]}, {})
     assert measured.load(CARD) == {one: configs[2], two: configs[1]} and measured.load("another") == measured.load("") == {}
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(folder, monkeypatch):
+    """Calls refuse a broken file."""
+    key, write = measured.key("grad", posed()), Path.write_text
+
+    def full(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError("No space left on device")
+
+    measured.save(CARD, {key: Config(64, 64, 4, 2)}, {})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        measured.save(CARD, {key: Config(64, 64, 8, 2)}, {})
+    assert measured.load(CARD) == {key: Config(64, 64, 4, 2)} and measured.cards() == ["nvidia_test_9000"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def step(*args: Any) -> Tensor:
     x = Streams(*args[:STREAMS])
     pool, cu, *slots, v_first, gate, rule, scale = args[STREAMS : -len(Raw._fields)]
     raw = Raw(*args[-len(Raw._fields) :])
+    if not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)  # it changes in place, which nothing below tells autograd
     p = bare(problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee"))
     plain = raw._replace(A_log=None, dt_bias=None)  # nothing of a call is kept
 

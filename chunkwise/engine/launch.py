@@ -67,9 +67,9 @@ def heard() -> bool:
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], *args: Any, config: Config, **switches: Any) -> None:
-    """kernel[grid](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order. Only
-    grids of one number are recorded."""
-    if HERE.recorder is not None and isinstance(grid, int):
+    """kernel[grid](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order. What
+    has a grid of two numbers cannot be recorded."""
+    if HERE.recorder is not None:
         HERE.recorder.launch(kernel, grid, args, switches, config)
         return
     across, along = (grid, 1) if isinstance(grid, int) else grid

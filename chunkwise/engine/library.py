@@ -191,8 +191,8 @@ def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | Non
     *tensors, saved, cu, _ = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
     made, p = ctx.made, ctx.made.p
     do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
-    seats = made.how.get("seats")
-    d = None if seats is None else seats.back(do, dST)((*tensors, saved, do, dST, cu))
+    seats, every = made.how.get("seats"), (*tensors, saved, do, dST, cu)
+    d = None if seats is None else seats.back(every)(every)
     if d is None:
         d = _gradients(made.plan, p, tensors, saved, do, dST, **made.how)
     wanted = [t if need else None for t, need in zip(d, ctx.needs_input_grad[1:])]

@@ -87,6 +87,8 @@ def save(card: str, configs: Mapping[Key, Config], about: Mapping[str, Any], fol
     rows = [json.dumps({**dict(zip(KEY, k)), "config": asdict(all_of[k])}) for k in sorted(all_of)]
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {row}" for row in rows)
-    file.write_text(f'{{"card": {json.dumps(card)}, "measured": {json.dumps(about)}, "configs": [\n{lines}\n]}}\n')
+    made = file.with_suffix(".new")  # whole or not at all: calls refuse a broken file
+    made.write_text(f'{{"card": {json.dumps(card)}, "measured": {json.dumps(about)}, "configs": [\n{lines}\n]}}\n')
+    made.replace(file)
     measured.cache_clear()
     return file

@@ -16,7 +16,7 @@ STREAMS = len(Streams._fields)
 
 
 class Seats:
-    """Of calls alike in streams and state: the recipe of their forward pass, and of their backward pass by the gradients' strides.
+    """Of calls alike in streams and state: the recipe of their forward pass, and of their backward passes by what these are given.
 
     Both take the pass's tensors, in the order in which it is replayed below, and make what it makes: None where they do not know it yet.
     """
@@ -24,8 +24,9 @@ class Seats:
     def __init__(self) -> None:
         self.forward, self.backward = Seat(), dict[Any, Seat]()
 
-    def back(self, do: Tensor, dST: Tensor | None) -> Seat:
-        return self.backward.setdefault((do.dtype, do.stride(), None if dST is None else (dST.dtype, dST.stride())), Seat())
+    def back(self, tensors: Made) -> Seat:
+        """Who keeps saved tensors elsewhere, on the host say, may hand them back with other strides than the forward pass had."""
+        return self.backward.setdefault(tuple([None if t is None else (t.dtype, t.stride()) for t in tensors]), Seat())
 
 
 def replayed(plan: ModuleType) -> SimpleNamespace:
@@ -66,7 +67,7 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         p: Problem, x: Streams, S0: Tensor | None, saved: Tensor | None, do: Tensor, dST: Tensor | None, seats: Seats | None = None
     ) -> tuple[Streams, Tensor | None]:
         tensors, hosts = (*x, S0, saved, do, dST, p.cu_seqlens), back_of(p)
-        seat = None if seats is None else seats.back(do, dST)
+        seat = None if seats is None else seats.back(tensors)
         made = replay(back_key(p), tensors, hosts, seat=seat) if p.T and p.N else hosts(*tensors)
         return Streams._make(made[:-1]), made[-1]
 

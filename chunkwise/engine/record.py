@@ -141,14 +141,16 @@ class Recorder(Listener):
         key = get.func, get.args
         if key not in self._constants:
             HERE.recorder, self.aside = None, True
-            real = get(device=torch.device("cpu"))  # kept; operators on tensors without contents would import PyTorch's compiler
+            real = get(device=torch.device("cpu"))  # for its sizes; operators without contents would import PyTorch's compiler
             self._constants[key] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=META)
             HERE.recorder, self.aside = self, False
             self._add(Base("constant", self._constants[key], get))
         return self._constants[key]
 
-    def launch(self, kernel: Any, grid: int, args: tuple[Any, ...], switches: dict[str, Any], config: Config) -> None:
+    def launch(self, kernel: Any, grid: int | tuple[int, int], args: tuple[Any, ...], switches: dict[str, Any], config: Config) -> None:
         """Note a launch; its kernel is compiled, or found, afterwards."""
+        if not isinstance(grid, int):
+            raise Unfit(f"{kernel} has a grid of two axes")
         if not grid:
             return
         self.steps.append(Launch(kernel, grid, tuple(self._argument(x) for x in args), switches, config, args))
