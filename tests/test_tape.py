@@ -1,12 +1,13 @@
 """Calls decided once, and one-token steps on a CPU that are taped: always the bits of a call that decides anew."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import OPS, Case, ids, make
 
-from chunkwise.engine import call, decode_torch
+from chunkwise.engine import call, decode_torch, library
 from chunkwise.engine.decode import decode
 from chunkwise.engine.tape import tape
 from chunkwise.spec import Rule, Streams
@@ -84,6 +85,34 @@ def test_a_call_is_like_another_in_everything_but_numbers(guarded, monkeypatch):
     assert BASIC(grown)[0].requires_grad and BASIC(grown)[0].requires_grad
     with torch.no_grad():
         assert not BASIC(grown)[0].requires_grad and not BASIC(grown)[0].requires_grad
+
+
+def test_a_plan_is_given_memory_that_holds_the_numbers(monkeypatch):
+    """Kernels read memory; PyTorch may have the negatives there, of conjugates' imaginary parts and their gradients."""
+    met, ways = [], library.PLANS["chunk"]()
+
+    def spy(name):
+        real = getattr(ways, name)
+
+        def plan(p, x, *rest, **how):
+            met.extend(t.is_neg() for t in (*x, *rest) if t is not None)
+            return real(p, x, *rest, **how)
+
+        return plan
+
+    plan = SimpleNamespace(forward=spy("forward"), backward=spy("backward"))
+    monkeypatch.setitem(library.PLANS, "chunk", lambda: plan)
+    x, _ = drawn(BASIC, 0, T=6)
+    x = {n: t.requires_grad_() for n, t in x.items()}
+    turned = {**x, "q": torch._neg_view(-x["q"])}
+    assert turned["q"].is_neg() and turned["q"].stride() == x["q"].stride()
+    grads = []
+    for y in (x, x, turned, turned, x):
+        o, S = BASIC(y, output_final_state=True)
+        parts = [torch.view_as_real(torch.complex(torch.zeros_like(t), t).conj().resolve_conj()).sum() for t in (o, S)]
+        grads.append(torch.autograd.grad(sum(parts), list(x.values())))
+        alike(grads[-1], grads[0])
+    assert met and not any(met)
 
 
 def test_results_are_memory_of_their_own():

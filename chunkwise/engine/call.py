@@ -91,7 +91,7 @@ class Decided:
 
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """A key of a call: everything it depends on but the numbers in its tensors."""
-    about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if type(t) in PLAIN else t for t in values]
+    about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()) if type(t) in PLAIN else t for t in values]
     return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
 
 

@@ -190,7 +190,8 @@ class Direct(torch.autograd.Function):
 def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, saved, cu, _ = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
     made, p = ctx.made, ctx.made.p
-    do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do
+    do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.resolve_neg()  # an imaginary part's may be negatives in memory
+    dST = None if dST is None else dST.resolve_neg()
     seats, every = made.how.get("seats"), (*tensors, saved, do, dST, cu)
     d = None if seats is None else seats.back(every)(every)
     if d is None:
@@ -225,11 +226,11 @@ def watched() -> bool:
 
 
 def direct(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Nobody traces, transforms or watches: the plan can be called as a function."""
+    """Nobody traces, transforms or watches, and memory holds the numbers, not their negatives: the plan can be called as a function."""
     if watched():
         return False
     for t in tensors:
-        if t is not None and (type(t) not in PLAIN or t.is_meta):
+        if t is not None and (type(t) not in PLAIN or t.is_meta or t.is_neg()):
             return False
     return True
 
