@@ -1,5 +1,5 @@
 """Stage `grads`: all gradients of a chunk, chunk-parallel, each written once. What does not fit: grad_blocks.py; gates per key:
-grad_key_blocks.py
+grad_key.py
 
 Readers are q (of o's gradient) and, for the delta rule, r = -beta k (of U); writers are k with v, or k with X. With y = v | X,
 A = dM_qk = scale do y' e^(G_i - G_j) for j <= i and B = -beta U X' e^(G_i - G_j) for j < i, inside the chunk:

@@ -16,7 +16,7 @@ BETA = tl.constexpr(0)
 START = tl.constexpr(1)  # e^G
 END = tl.constexpr(2)  # e^(G_C - G)
 READ = tl.constexpr(3)  # e^G, or 1 where that is no factor
-BACK = tl.constexpr(4)  # e^-G, or 1
+BACK = tl.constexpr(4)  # e^-G, or 1 well beyond where a reader's is a factor: a later sum may be larger, by a rounding
 SUM = tl.constexpr(5)  # G
 KINDS = tl.constexpr(6)
 ALL_NEAR = tl.constexpr(2.0**-99.5)  # of e^(G_C): above it no token is far, rounding included
@@ -40,7 +40,7 @@ def store_tokens(p_t, b_beta, b_G, o_c, C: tl.constexpr, GATE: tl.constexpr):
         tl.store(p_t + START * C, b_start)
         tl.store(p_t + END * C, b_end)
         tl.store(p_t + READ * C, tl.where(m_near, b_start, 1.0))
-        tl.store(p_t + BACK * C, tl.where(m_near, tl.exp2(-b_G), 1.0))
+        tl.store(p_t + BACK * C, tl.where(b_G > NEAR - 1.0, tl.exp2(-b_G), 1.0))
         tl.store(p_t + SUM * C, b_G)
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from chunkwise import draw
 from chunkwise.engine import chunk, plan_triton, stages_triton
@@ -76,6 +78,20 @@ def test_forward_agrees_with_the_torch_plan(gate, rule, dtype, K, V):
 def test_a_head_s_decays_beside_many_keys_are_factors_of_tokens(g):
     x = streams(Gate.HEAD, Rule.ADD, torch.float16, T=40, K=136)
     check_forward(x._replace(g=torch.full_like(x.g, g)), Gate.HEAD, Rule.ADD, torch.randn(SIZES["B"], SIZES["HV"], 136, SIZES["V"]))
+
+
+@pytest.mark.parametrize("g", [-0.1, -1.7], ids=["within a factor a token", "beyond it"])
+def test_a_head_s_decays_beside_many_keys_have_the_same_bits_in_narrow_and_wide_blocks(g, monkeypatch):
+    """They stay in registers in narrow blocks of values, and are made in every chunk in wide ones."""
+    x = streams(Gate.HEAD, Rule.ADD, torch.float16, B=1, HV=2, T=70, K=136)
+    p, x = asked(x, Gate.HEAD, Rule.ADD, C=64), x._replace(g=torch.full_like(x.g, g))
+    config, made = stages_triton.config, []
+    for BV in (16, 64):
+        monkeypatch.setattr(stages_triton, "config", lambda kernel, p, BV=BV: replace(config(kernel, p), BV=BV))
+        o, ST, _ = plan_triton.forward(p, x, None, final=True, save=False)
+        d, _ = plan_triton.backward(p, x, None, None, torch.ones_like(o), None)
+        made.append([o, ST, *(t for t in d if t is not None)])
+    assert len(made[0]) == 6 and all(torch.equal(a, b) for a, b in zip(*made))
 
 
 @cells
@@ -253,10 +269,31 @@ def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
         g, beta = torch.zeros(p.HV, 16, dtype=torch.float64), torch.zeros(p.HV, 16)
         g[:, :L], beta[:, :L] = x.g[0, row : row + L].mT.double() / math.log(2), x.beta[0, row : row + L].mT.float()
         G = g.cumsum(1)
-        near = G > -100
+        near, reached = G > -100, G > -101
         rows = {
             token.BETA: beta, token.START: G.exp2(), token.END: (G[:, -1:] - G).exp2(), token.SUM: G,
-            token.READ: torch.where(near, G.exp2(), 1.0), token.BACK: torch.where(near, (-G).exp2(), 1.0),
+            token.READ: torch.where(near, G.exp2(), 1.0), token.BACK: torch.where(reached, (-G).exp2(), 1.0),
         }  # fmt: skip
         for kind, wanted in rows.items():
             torch.testing.assert_close(left[:, kind.value].double(), wanted.double(), rtol=2e-5, atol=1e-30)
+
+
+@triton.jit
+def scored(sums, tokens, q, k, M):
+    """M [16, 16], transposed, of tokens whose gates have these sums."""
+    o = tl.arange(0, 16)
+    token.store_tokens(tokens, o * 0.0 + 1.0, tl.load(sums + o), o, 16, "scalar")
+    b_q, b_k = (tl.load(p + o[:, None] * 16 + o[None, :]) for p in (q, k))
+    b_all = tl.load(tokens + token.START * 16 + 15)
+    tl.store(M + o[:, None] * 16 + o[None, :], token.token_scores(b_k, b_q, tokens, b_all, o, 16, 1.0, 16, "ieee"))
+
+
+def test_sums_of_gates_that_rise_by_a_rounding_are_factors_still():
+    """A card adds them in another order for each token: past a gate of 0 the sum may be the larger, and the border lie between the two."""
+    border = torch.tensor(-100.0)
+    G = torch.tensor([-50.0, -100.0, -100.0, *[-160.0] * 13])
+    G[1], G[2] = torch.nextafter(border, -border.abs() * 2), torch.nextafter(border, border * 0)
+    q, k, M, tokens = torch.ones(16, 16), torch.ones(16, 16), torch.empty(16, 16), torch.empty(token.KINDS.value * 16)
+    scored[(1,)](G, tokens, q, k, M)
+    pairs = 16 * (G[None, :] - G[:, None]).double().exp2().triu()
+    torch.testing.assert_close(M.double(), pairs, rtol=1e-4, atol=1e-30)
