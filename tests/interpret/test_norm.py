@@ -37,6 +37,7 @@ def test_many_rows_share_programs_and_strided_rows_are_read_in_place(monkeypatch
     whole = draw(40, 3, 16)
     parts = lambda whole, w: rms_norm(whole[:, 1], w, gate=whole[:, 2])
     check(monkeypatch, [norm], parts, whole, draw(16, seed=1))
+    check(monkeypatch, [norm], lambda x, w: rms_norm(x[:, :-1], w), draw(2, 8, 16), draw(16, seed=1))  # tokens, not heads
     check(monkeypatch, [norm], lambda x: rms_norm(x.transpose(0, 1)), draw(16, 9))
 
 

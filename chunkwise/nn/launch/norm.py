@@ -33,8 +33,9 @@ def tile(R: int, D: int, elements: int) -> Tile:
 
 
 def _side_by_side(groups: int, *tensors: Tensor | None) -> bool:
-    """Whether some rows [..., H, V] are heads of wider rows: as rows [..., H * V] of H groups they are read where they lie."""
-    given = [t for t in tensors if t is not None and t.ndim > 2 and not t.is_contiguous()]
+    """Whether some rows [..., H, V] are heads of wider rows: as rows [..., H * V] of H groups they are read where they lie. Many more than
+    a layer has heads are tokens, cut from longer samples: a group each would leave a program nothing to add over."""
+    given = [t for t in tensors if t is not None and t.ndim > 2 and t.shape[-2] <= PROGRAMS and not t.is_contiguous()]
     return groups == 1 and any(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] for t in given)
 
 
