@@ -62,6 +62,61 @@ def same(one, other):
     return all(torch.equal(a, b) for pair in zip(one, other, strict=True) for a, b in zip(*pair, strict=True))
 
 
+def test_no_more_graphs_than_room_is_for_whatever_the_order_of_shapes():
+    model = build(**SIZES).train()
+    captured = Rerun(model)
+    for _ in range(3):
+        for T in range(2, MOST + 4):
+            captured(input_ids=ids(1, T), labels=ids(1, T))
+    assert captured.recorded == len(captured.graphs) == MOST and len(captured.refused) == 2
+
+
+def test_a_change_of_modes_autocast_or_buffers_is_another_step():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.drop = nn.Parameter(torch.eye(3)), nn.Dropout(1.0)
+            self.register_buffer("factor", torch.tensor(2.0))
+
+        def forward(self, x):
+            return type("Output", (), {"loss": (self.drop(x @ self.weight) * self.factor).float().sum()})
+
+    net, x = Net().train(), torch.full((2, 3), 1 + 2**-12)
+    captured = Rerun(net)
+
+    def calls():
+        return [captured(x=x).item() for _ in range(4)]
+
+    assert calls() == [0.0] * 4
+    net.drop.eval()
+    assert calls() == [net(x).loss.item()] * 4 != [0.0] * 4
+    net.factor = torch.tensor(3.0)
+    assert calls() == [net(x).loss.item()] * 4
+    assert calls() != [18.0] * 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls() == [18.0] * 4
+
+
+def test_gradients_of_inputs_are_no_business_of_graphs():
+    model = build(**SIZES).train()
+    captured, x = Rerun(model), torch.zeros(1, 5, 64, requires_grad=True)
+    sums = []
+    for _ in range(4):
+        captured(inputs_embeds=x, labels=ids(1, 5))
+        sums.append(x.grad.clone())
+    assert all(torch.allclose(t, n * sums[0]) for n, t in enumerate(sums, 1)) and sums[0].any()
+    assert captured.recorded == 0 and "gradients are wanted of inputs_embeds" in next(iter(captured.refused.values()))
+
+
+def test_inputs_are_moved_to_the_model_from_the_first_call_on():
+    class Elsewhere(torch.Tensor):
+        def to(self, device):
+            return torch.full((2,), float(device.type == "cpu"))
+
+    captured = Rerun(nn.Linear(2, 2).requires_grad_(False), step=lambda x: x.sum())
+    assert [captured(x=torch.zeros(2).as_subclass(Elsewhere)).item() for _ in range(4)] == [2.0] * 4
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_captured_training_is_training(accumulate):
     shapes = [(2, 20), (2, 20), (1, 33), (2, 20), (2, 20), (1, 33), (1, 33), (1, 33), (2, 20), (1, 33)]
@@ -124,6 +179,8 @@ def test_capture_refuses_by_name():
     model = build(**SIZES)
     with pytest.raises(ValueError, match="Captured: only work on a GPU can be a CUDA graph; model is on cpu"):
         Captured(model)
+    with pytest.raises(ValueError, match="Captured: model must be on one device, got cpu, meta"):
+        Captured(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
     with pytest.raises(TypeError, match="Captured: model must be a torch.nn.Module, got list"):
         Captured([model])
     with pytest.raises(TypeError, match="Captured: inputs must be tensors or hashable, got {'extra': 'list'}"):
@@ -159,6 +216,12 @@ def test_trainer_counts_tokens_and_accumulates_as_it_does_without_graphs(tmp_pat
 
 def test_trainer_refuses_to_capture_what_is_on_a_cpu(tmp_path):
     with pytest.raises(ValueError, match="Captured: only work on a GPU"):
+        losses(tmp_path, True, True)
+
+
+def test_trainer_refuses_to_capture_what_is_spread_over_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="Trainer: capture is for one GPU, got 2"):
         losses(tmp_path, True, True)
 
 

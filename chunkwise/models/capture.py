@@ -41,17 +41,19 @@ class Captured:
             optimizer.step()
             optimizer.zero_grad()
 
-    Every kind of inputs (shapes, dtypes, what is no tensor; the model's mode) takes two calls as they are, then one that records. Calls
-    between two `zero_grad` accumulate. Gradients lie where the graph writes them: the next call changes them, so keep copies. Layers that
-    draw random numbers draw others than without a graph.
+    Every kind of inputs (shapes, dtypes, what is no tensor; the modules' modes, autocast) takes two calls as they are, then one that
+    records; what else the model looks at stays as it was then. Calls between two `zero_grad` accumulate. Gradients lie where the graph
+    writes them: the next call changes them, so keep copies. Layers that draw random numbers draw others than without a graph.
 
     Args:
-        model: on a GPU; the call's keyword arguments are its own, and its output has a `loss`. Any model of transformers will do.
+        model: on one GPU, to which tensors are moved; the call's keyword arguments are its own, and its output has a `loss`. Any model of
+            transformers will do.
         dtype: of autocast around the model's forward pass; None for none.
         step: what to do instead of the model's forward and backward pass, step(**inputs) -> loss without a gradient.
 
     Raises:
-        TypeError: model is no module, an input that is no tensor cannot be told from others (a list). ValueError: model is on no GPU.
+        TypeError: model is no module, an input that is no tensor cannot be told from others (a list).
+        ValueError: model is on no GPU, or on several devices.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -60,6 +62,8 @@ class Captured:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Captured: model must be a torch.nn.Module, got {type(model).__name__}")
         self.device = next(model.parameters()).device
+        if len(places := {str(p.device) for p in model.parameters()}) > 1:
+            raise ValueError(f"Captured: model must be on one device, got {', '.join(sorted(places))}")
         if self.device.type not in self.devices:
             raise ValueError(f"Captured: only work on a GPU can be a CUDA graph; model is on {self.device}")
         self.model, self.dtype, self.step = model, dtype, self.run if step is None else step
@@ -78,20 +82,23 @@ class Captured:
         return loss.detach()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        tensors = {n: t for n, t in inputs.items() if isinstance(t, Tensor)}
+        tensors = {n: t.to(self.device) for n, t in inputs.items() if isinstance(t, Tensor)}
         rest = {n: x for n, x in inputs.items() if n not in tensors}
-        kind = (self.model.training, *((n, t.shape, t.dtype) for n, t in tensors.items()), *rest.items())
+        inputs, on = {**tensors, **rest}, self.device.type
+        mode = (*(m.training for m in self.model.modules()), torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on))
+        kind = (mode, *((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors.items()), *rest.items())
         try:
             hash(kind)
         except TypeError:
             names = {n: type(x).__name__ for n, x in rest.items()}
             raise TypeError(f"Captured: inputs must be tensors or hashable, got {names}") from None
-        places = (self.listeners(), *(p.data_ptr() if p.requires_grad else -p.data_ptr() for p in self.model.parameters()))
-        if places != self.places:  # parameters were moved, replaced or frozen, somebody listens now: graphs know what was before
+        parameters = (p.data_ptr() if p.requires_grad else -p.data_ptr() for p in self.model.parameters())
+        places = (self.listeners(), *parameters, *(b.data_ptr() for b in self.model.buffers()))
+        if places != self.places:  # what it holds was moved, replaced or frozen, somebody listens now: graphs know what was before
             self.graphs, self.calls, self.refused, self.places, self.pool = {}, {}, {}, places, None
         if (graph := self.graphs.get(kind)) is None:
             seen = self.calls[kind] = self.calls.get(kind, 0) + 1
-            if seen == 1 and (reason := self.obstacle()):
+            if kind not in self.refused and (reason := self.obstacle(tensors)):
                 self.refuse(kind, reason)
             if kind in self.refused:
                 return self.step(**inputs)
@@ -109,8 +116,10 @@ class Captured:
         modules = sum(hooked(m) for m in self.model.modules())
         return modules + sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in self.model.parameters())
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, tensors: dict[str, Tensor]) -> str | None:
         """Why no graph can be made of the next kind of inputs."""
+        if leaves := [n for n, t in tensors.items() if t.requires_grad]:
+            return f"gradients are wanted of {', '.join(leaves)}, which a graph would read from a copy"
         if self.places[0]:
             return "modules or parameters have hooks, which a graph would not call"
         return f"{MOST} other shapes have one" if len(self.graphs) >= MOST else None
@@ -156,12 +165,13 @@ class Captured:
         before = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
-        inputs = {n: t.to(self.device, copy=True) for n, t in tensors.items()}
+        inputs, here = {n: t.clone() for n, t in tensors.items()}, torch.cuda.current_stream(self.device)
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()  # casts of weights made before would be what the graph reads for ever
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.step(**inputs, **rest)
+            with torch.cuda.stream(here):  # again the current one afterwards: torch.cuda.graph leaves its own where recording fails
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    loss = self.step(**inputs, **rest)
             gradients = [p.grad for p in parameters]
         finally:
             torch.clear_autocast_cache()
@@ -178,7 +188,7 @@ class Captured:
             if p.grad is not None and id(p.grad) in ours:  # not taken away since the last call: to be added to
                 p.grad = p.grad.clone()
         for name, place in graph.inputs.items():
-            place.copy_(tensors[name], non_blocking=True)
+            place.copy_(tensors[name])
         graph.replay()
         sums, more = [], []
         for p, grad in zip(parameters, graph.gradients):

@@ -18,13 +18,15 @@ class Trainer(transformers.Trainer):
     transformers' own Trainer goes by names ("bias", "norm") and would let the gates' A_log, and RWKV's mixtures and bonuses, decay.
 
     Raises:
-        ValueError: capture with a model on no GPU, or with more than one process.
+        ValueError: capture with a model on no GPU, with more than one process, or with one that spreads batches over its GPUs.
     """
 
     def __init__(self, *args: Any, capture: bool = False, **options: Any):
         super().__init__(*args, **options)
         if capture and self.args.world_size > 1:
             raise ValueError(f"Trainer: capture is for one process, got {self.args.world_size}: a graph would not sum their gradients")
+        if capture and self.args.n_gpu > 1:
+            raise ValueError(f"Trainer: capture is for one GPU, got {self.args.n_gpu} that a batch is spread over (CUDA_VISIBLE_DEVICES)")
         self.captured = Captured(self.model, step=self._step) if capture else None
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
