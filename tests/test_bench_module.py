@@ -57,6 +57,8 @@ def test_the_command_writes_rows_that_the_table_shows(tmp_path, capsys):
     assert [r["pass"] for r in made] == ["forward", "forward+backward"] and "SwiGLU" in capsys.readouterr().out
     text = table.TABLES["speed of modules"](made)
     assert text.count("| SwiGLU, 66 rows of 352 |") == 2 and table.TABLES["speed"](made) == table.NOTHING
+    text = table.TABLES["speed of modules"]([*made, *({**r, "case": {**r["case"], "dtype": "float64"}} for r in made)])
+    assert text.count(", float32, milliseconds") == text.count(", float64, milliseconds") == 1 and text.count("| module |") == 2
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,7 @@ def test_the_command_writes_rows_that_the_table_shows(tmp_path, capsys):
     [
         (["--module", "nothing"], "no module 'nothing'"),
         (["gla", "--module", "conv"], "--module takes no members"),
+        (["--module", "conv", "--gates", "fast"], "--module takes no members, --form, --gates"),
         (["--module", "conv", "--peer", "nobody"], "no library of modules 'nobody'"),
         (["--module", "conv", "--shape", "S1"], "a module's shape must be B,T,D, got 'S1'"),
         (["--module", "conv", "--shape", "1,64,100"], "D a multiple of 128"),

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+from types import ModuleType
 
 import pytest
 import torch
@@ -162,6 +163,18 @@ def test_norms_of_another_kind_stay():
     from chunkwise.compat.patch import _norms
 
     assert [*_norms(falcon)] == [*_norms(mamba)] == []  # the first may gate before it norms, the second does
+
+    class Norm(torch.nn.Module):
+        def __init__(self, hidden_size, eps=1e-6, activation="silu"):
+            super().__init__()
+            self.weight, self.eps, self.activation = torch.nn.Parameter(torch.ones(hidden_size)), eps, activation
+
+        def forward(self, hidden_states, gate=None):
+            return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps) * gate.sigmoid()
+
+    module = ModuleType(__name__)
+    module.Norm = Norm
+    assert [*_norms(module)] == []  # its eps has another name
 
 
 def test_a_model_runs_without_a_graph_break():

@@ -148,12 +148,20 @@ def _steps(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) ->
 
 
 def _modules(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Modules of chunkwise.nn: milliseconds, and the share of the floor; the most memory beyond inputs."""
+    """Modules of chunkwise.nn, a table for every dtype."""
+    by: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["case"]["dtype"], []).append(row)
+    return [x for dtype, some in by.items() for x in _modules_of(dtype, name, threads, some)]
+
+
+def _modules_of(dtype: str, name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Milliseconds, and the share of the floor; the most memory beyond inputs."""
     others, cases = _runs(rows)
     unit = "milliseconds" if threads else "milliseconds of the device / of an eager call, MiB beyond the inputs"
     heads = ["module", "pass", "floor", OURS, *others, "floor / ours", "fastest other / ours", "error of ours"]
     text = [
-        f"**{name}{f', {threads} threads' if threads else ''}** ({_days(rows)}), {rows[0]['case']['dtype']}, {unit}:",
+        f"**{name}{f', {threads} threads' if threads else ''}** ({_days(rows)}), {dtype}, {unit}:",
         "",
         f"| {' | '.join(heads)} |",
         "|" + "---|" * len(heads),

@@ -43,7 +43,7 @@ def bench(
     shortlist: Annotated[Path | None, typer.Option(help="With --turns: a Triton cache whose best candidates a peer's tuner tries.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Instead: print the rows in --out and bring the tables up to date.")] = False,
-    into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md and two in docs.")] = None,
+    into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md and three in docs.")] = None,
 ) -> None:
     """Prove members against float64, then time them in turn with other libraries. A wrong row has no speed."""
     import torch
@@ -79,8 +79,8 @@ def bench(
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     passes = ["forward", "forward+backward"] if backward else ["forward"]
     if module:
-        if ops or pool or first_call:
-            raise Refusal("--module takes no members, --pool or --first-call")
+        if ops or pool or first_call or (form, gates) != ("auto", "slow") or shortlist or warm_seconds:
+            raise Refusal("--module takes no members, --form, --gates, --pool, --first-call, --shortlist or --warm-seconds")
         return _modules(module, shape or [""], dtype, where, peer or ["none"], passes, repeat or None, turns, out)
     with refusing(ValueError):
         names = ops or [n for n, op in all_ops().items() if plain(op)]
