@@ -174,3 +174,15 @@ def test_the_documents_examples_run():
     torch.manual_seed(0)
     failed, tried = doctest.testfile(str(Path(__file__).parents[1] / "docs" / "modules.md"), module_relative=False)
     assert tried and not failed
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 5])
+def test_a_convolution_of_few_tokens_or_none_reads_nothing_unwritten(T):
+    x, state, w = (torch.randn(s).requires_grad_() for s in ((2, T, 6), (2, 6, 3), (6, 4)))
+    torch.use_deterministic_algorithms(True)  # what is not written holds NaN
+    try:
+        y, last = causal_conv1d(x, w, initial_state=state, activation="silu", output_final_state=True)
+        (y.sum() + last.sum()).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(t.grad.isnan().any() for t in (x, state, w)) and (T > 0 or (state.grad == 1).all())

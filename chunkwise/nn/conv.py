@@ -44,12 +44,13 @@ class _Taps(torch.autograd.Function):
         x, past, w, bias = ctx.saved_tensors
         (B, T, D), W = x.shape, w.shape[0]
         d = room(B, W - 1 + T, D, dtype=x.dtype, device=x.device)  # of past and x
+        d[:, : W - 1] = 0
         dw, db = [torch.zeros_like(row) for row in w], None if bias is None else torch.zeros_like(bias)
         for n, a, b in _stretches(x):
             rows, dz = _window(x[n], past[n], a, b), dy[n, a:b]
             if ctx.silu:
                 dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias))
-            d[n, a + W - 1 if a else 0 : b + W - 1] = 0
+            d[n, a + W - 1 : b + W - 1] = 0
             for j in range(W):
                 d[n, a + j : b + j].addcmul_(dz, w[j])
                 dw[j] += (dz * rows[:, j : j + b - a]).sum((0, 1))
