@@ -124,6 +124,12 @@ def test_options_take_listed_values(op, option, value):
 
 
 @every
+@pytest.mark.parametrize("scale", ["half", True, [0.5]], ids=str)
+def test_a_scale_is_a_number(op, scale):
+    refused(op, TypeError, "scale must be a number", inputs(op), scale=scale)
+
+
+@every
 @pytest.mark.parametrize(
     ("cu", "error"),
     [

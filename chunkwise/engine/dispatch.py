@@ -161,6 +161,8 @@ def run(
         raise ValueError(f"{op.name}: cu_seqlens_cpu needs cu_seqlens")
     if o["precision"] not in ("ieee", "tf32"):
         raise ValueError(f"{op.name}: precision must be 'ieee' or 'tf32', got {o['precision']!r}")
+    if isinstance(o["scale"], bool) or not (o["scale"] is None or hasattr(o["scale"], "__float__") or hasattr(o["scale"], "__index__")):
+        raise TypeError(f"{op.name}: scale must be a number, got {o['scale']!r}")
     if S0 is not None:
         if slots is None:
             _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
