@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from .. import __version__
 from .clock import Side, peak, race
-from .count import Count, ceiling
+from .count import ceiling
 from .measure import BUDGET, OURS, free, reason, timed
 from .module import Function, Module
 from .proof import GRADIENT, OUTPUT, allowed
-from .record import surroundings
+from .record import release, surroundings
 from .turn import turn
 
 Results = dict[str, Tensor]
@@ -124,14 +123,11 @@ class ModuleBench:
             if side.graph is not None and not self._right(who, rows[who], side.replayed(), wanted, honest):
                 rows[who]["why"] = f"replayed: {rows[who]['why']}"
                 continue
-            rows[who] |= timed(side, times[who], need, self._ceiling(need))
+            rows[who] |= timed(side, times[who], need, ceiling(self.device, next(iter(self.m.leaves.values())).dtype))
         for side in sides.values():
             side.graph = side.kept = None
         free(self.device)
         return list(rows.values())
-
-    def _ceiling(self, need: Count) -> Any:
-        return ceiling(self.device, next(iter(self.m.leaves.values())).dtype)
 
     def _right(self, who: str, row: dict[str, Any], made: Results, truth: Results, honest: Results) -> bool:
         errors, wrong = {}, []
@@ -148,10 +144,6 @@ class ModuleBench:
 
     def _row(self, who: str, name: str) -> dict[str, Any]:
         package = who.split(",")[0].replace("torch.compile", "torch")
-        version = __version__ if who == OURS else importlib.metadata.version(package) if package in installed() else ""
+        version = __version__ if who == OURS else release(package)
         about = {"case": self.m.record, "pass": name, "who": who, "version": version, "ran": [], "absent": dict(self.absent)}
         return {**surroundings(self.device), **about}
-
-
-def installed() -> set[str]:
-    return {d.name for d in importlib.metadata.distributions()}

@@ -47,14 +47,17 @@ def commit() -> str:
         return ""
 
 
+def release(package: str) -> str:
+    """A distribution's version; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def surroundings(device: torch.device) -> dict[str, Any]:
     """What every row says about where and when it was made."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), **{n: v for n in PACKAGES if (v := release(n))}}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit(), "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None, "versions": versions,

@@ -162,10 +162,10 @@ def at_once(p: Problem) -> bool:
     """
     if p.rule is Rule.DPLR or p.bonus or p.erase or p.gate not in (Gate.NONE, Gate.HEAD, Gate.SCALAR):
         return False
-    many = p.rule is Rule.DELTA and p.K <= 256 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # by the copy engine: see `can_describe`
-    many = many and p.cu_seqlens is None and p.C == 64 and p.K % 8 == p.V % 8 == 0
-    many = many or (p.rule is Rule.ADD and p.V <= AT_ONCE)
-    return p.dtype != torch.float32 and (p.V <= 128 or many) and card().arch == "sm_90"
+    fits = p.V <= 128 or p.rule is Rule.ADD and p.V <= AT_ONCE
+    if not fits and p.rule is Rule.DELTA and p.K <= 256 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0):
+        fits = p.cu_seqlens is None and p.C == 64 and p.K % 8 == p.V % 8 == 0  # by the copy engine: see `can_describe`
+    return p.dtype != torch.float32 and fits and card().arch == "sm_90"
 
 
 AT_ONCE = 256  # values

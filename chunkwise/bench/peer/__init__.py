@@ -12,7 +12,6 @@ or, where its tensors are not PyTorch's, `work(c, x) -> Work` in call's place; a
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ...spec import Gate, Rule
 from ..case import Case, Inputs, plain
+from ..record import release
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,4 @@ def one_cell(c: Case, gate: Gate, rule: Rule, cell: str) -> str:
 
 def version(name: str) -> str:
     """A peer's version, where a distribution of its name tells it."""
-    module = peers()[name]
-    try:
-        return importlib.metadata.version(getattr(module, "PACKAGE", name))
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return release(getattr(peers()[name], "PACKAGE", name))
