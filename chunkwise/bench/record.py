@@ -19,6 +19,7 @@ from .turn import turn
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton")
+ARCHIVED = "$Format:%H$"  # `git archive` writes its commit here (.gitattributes)
 
 
 def device_name(device: torch.device) -> str:
@@ -36,15 +37,17 @@ def folder_name(device: str) -> str:
 
 @cache
 def commit() -> str:
-    """The commit that runs, with a + where files differ from it; "" where this is no checkout."""
+    """The commit that runs, with a + where files differ from it; "" where this is neither a checkout nor an archive of one."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        if Path(git("rev-parse", "--show-toplevel")) == ROOT:  # not a checkout of something else around it
+            return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return ""
+        pass
+    return "" if ARCHIVED.startswith("$") else ARCHIVED[:10]
 
 
 def release(package: str) -> str:
