@@ -11,7 +11,6 @@ from chunkwise.engine.call import forget
 from chunkwise.engine.explain import choices
 
 pytestmark = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
 ROWS = {"dense": DENSE, "packed": replace(DENSE, B=1, T=300, N=7)}
 every = pytest.mark.parametrize("op", OPS, ids=ids)
@@ -55,7 +54,6 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@needs_gpu
 @rows
 @every
 def test_fifty_calls_give_the_same_bits(op, row):
@@ -64,7 +62,6 @@ def test_fifty_calls_give_the_same_bits(op, row):
     assert all(equal(step(call), first) for _ in range(49))
 
 
-@needs_gpu
 @rows
 @every
 def test_a_training_step_can_be_captured(op, row):
@@ -78,7 +75,6 @@ def test_a_training_step_can_be_captured(op, row):
     assert equal(replayed(), step(call))
 
 
-@needs_gpu
 @rows
 @every
 def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
@@ -94,7 +90,6 @@ def test_a_call_by_its_recipe_has_the_bits_of_its_hosts(op, row, monkeypatch):
     assert all(equal(some, by_hosts) for some in by_recipe)
 
 
-@needs_gpu
 def test_a_call_by_its_recipe_follows_its_tensors():
     """Other tensors, where others were; one that begins where kernels for starts of 16 bytes cannot read; autocast changes nothing."""
     op = max((op for op in OPS if op.passes is None and served(op, K=32, T=100)), key=lambda op: len(op.args))
@@ -115,7 +110,6 @@ def test_a_call_by_its_recipe_follows_its_tensors():
     assert equal(step(calls[0]), want[0])
 
 
-@needs_gpu
 def test_nothing_of_a_call_by_its_recipe_is_kept():
     call = make(next(op for op in OPS if op.passes is None and served(op, K=32, T=150)), DENSE, torch.bfloat16)
     for _ in range(3):
@@ -125,7 +119,6 @@ def test_nothing_of_a_call_by_its_recipe_is_kept():
     assert torch.cuda.memory_allocated() == before
 
 
-@needs_gpu
 def test_threads_share_recipes():
     op = min(OPS, key=lambda op: len(op.args))
     calls = [make(op, replace(DENSE, T=200), torch.bfloat16, seed=i) for i in range(4)]
@@ -145,7 +138,6 @@ def test_threads_share_recipes():
     assert all(equal(a, b) for a, b in zip(got, want))
 
 
-@needs_gpu
 @every
 def test_lengths_share_their_kernels(op):
     """No length, batch or number of sequences costs a compilation."""
@@ -168,7 +160,6 @@ def test_lengths_share_their_kernels(op):
     assert compiled == []
 
 
-@needs_gpu
 @every
 def test_long_sequences_have_their_own_bits_when_packed(op):
     """Cut into pieces by their own length, whatever lies beside them: outputs, states and gradients; and in a captured step."""
@@ -193,7 +184,6 @@ def test_long_sequences_have_their_own_bits_when_packed(op):
     assert equal(replayed(), step(call))
 
 
-@needs_gpu
 @pytest.mark.parametrize("op", [op for op in OPS if {"q", "k", "v"} <= op.args.keys()], ids=ids)
 def test_tensors_past_two_to_the_31_numbers(op):
     """The last samples of a batch whose tensors have more than 2^31 numbers are what they are alone, forward and backward."""
@@ -220,7 +210,6 @@ def test_tensors_past_two_to_the_31_numbers(op):
         assert all(torch.equal(g[i], w[0]) for g, w in zip(got, want))
 
 
-@needs_gpu
 @every
 def test_a_card_that_is_not_the_current_one(op):
     if torch.cuda.device_count() < 2:
