@@ -87,7 +87,11 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(folder, monkeypatch
             ("tma", 1, "tma must be true"), ("num_stages", True, "num_stages must be 1 to 16, got True"),
             ("BV", 48, "BV must be 0 or a power of two, got 48"),
             ("registers", 1000, "registers must be null or 16 to 255, got 1000"),
+            *((f, x, "grad is not what was measured on NVIDIA Test 9000: its seal is broken") for f, x in (
+                ("num_warps", 8), ("num_stages", 3), ("BV", 32), ("fuse", False), ("tma", False), ("registers", 128),
+            )),
         )),
+        (lambda d: row(d, heads=16), "its seal is broken"), (lambda d: row(d, seal=None), "its seal is broken"),
     ],
 )  # fmt: skip
 def test_a_file_that_was_broken_is_refused_by_name(folder, change, named, capsys, monkeypatch):
@@ -110,12 +114,21 @@ def row(d: dict, **change: object) -> dict:
     return d | {"configs": [d["configs"][0] | change]}
 
 
-def test_what_was_measured_in_other_blocks_of_keys_is_refused(folder):
-    """Sums go over them: a result would have other bits."""
+@pytest.mark.parametrize("name, other", [("BK", lambda BK: 2 * BK), ("fuse", lambda fuse: not fuse)])
+def test_what_was_measured_of_other_sums_is_refused(folder, name, other):
+    """They go over blocks of keys, and a product may be rounded before it is added: a result would have other bits."""
     ruled = tune.config("grad", posed())
-    measured.save(CARD, {measured.key("grad", posed()): replace(ruled, BK=2 * ruled.BK)}, {})
-    with pytest.raises(ValueError, match=f"nvidia_test_9000.json: grad must have blocks of {ruled.BK} keys, got {2 * ruled.BK}"):
+    wanted, got = getattr(ruled, name), other(getattr(ruled, name))
+    measured.save(CARD, {measured.key("grad", posed()): replace(ruled, **{name: got})}, {})
+    with pytest.raises(ValueError, match=f"nvidia_test_9000.json: grad must have {name} {wanted}, got {got}"):
         tune.config("grad", posed())
+
+
+def test_what_was_measured_on_one_card_is_not_another_s(folder):
+    file = measured.save(CARD, {measured.key("grad", posed()): Config(64, 64, 4, 2)}, {})
+    file.rename(measured.at("another"))
+    with pytest.raises(ValueError, match="another.json: .* grad is not what was measured on another: its seal is broken"):
+        measured.load("another")
 
 
 def test_the_package_s_own_files_are_read():

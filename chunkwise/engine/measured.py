@@ -1,11 +1,13 @@
 """Configs that were measured on a card, `tuned/<card>.json`, which `chunkwise tune` writes: they go before the rules of tune.py.
 
 None changes a bit of any result: what is kept was seen to give the bits of the rule's config. So it may depend on how many heads there are
-to fill the card with, which a sample's result must not.
+to fill the card with, which a sample's result must not. Other warps may add up in another order, or be what a compiler gets wrong, so a
+row carries a seal: one that was changed since it was measured is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -54,24 +56,31 @@ def load(card: str, folder: Path | None = None) -> dict[Key, Config]:
         return {}
     try:
         rows = json.loads(file.read_text())["configs"]
-        return dict(_row(f"configs[{i}]", row) for i, row in enumerate(rows))
+        return dict(_row(card, f"configs[{i}]", row) for i, row in enumerate(rows))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise ValueError(f"tune: {file} is no file of measured configs") from None
     except ValueError as error:
         raise ValueError(f"tune: {file}: {error}") from None
 
 
-def _row(where: str, row: Any) -> tuple[Key, Config]:
-    if not isinstance(row, dict) or row.keys() != {*KEY, "config"}:
+def _row(card: str, where: str, row: Any) -> tuple[Key, Config]:
+    if not isinstance(row, dict) or row.keys() != {*KEY, "config", "seal"}:
         got = ", ".join(row) if isinstance(row, dict) else repr(row)
-        raise ValueError(f"{where} must have {', '.join(KEY)} and config, got {got}")
+        raise ValueError(f"{where} must have {', '.join(KEY)}, config and seal, got {got}")
     for name, kind in KEY.items():
         if type(row[name]) is not kind:
             raise ValueError(f"{where}: {name} must be of type {kind.__name__}, got {row[name]!r}")
     try:
-        return tuple(row[n] for n in KEY), read(row["config"])
+        found = tuple(row[n] for n in KEY), read(row["config"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    if row["seal"] != _seal(card, *found):
+        raise ValueError(f"{where}: {row['kernel']} is not what was measured on {card}: its seal is broken; let chunkwise tune measure it")
+    return found
+
+
+def _seal(card: str, k: Key, config: Config) -> str:
+    return hashlib.sha256(json.dumps([file_name(card), k, asdict(config)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
@@ -84,7 +93,7 @@ def save(card: str, configs: Mapping[Key, Config], about: Mapping[str, Any], fol
     """Add configs to a card's file, in place of what is there under the same keys; about: how they were measured."""
     file = at(card, folder)
     all_of = {**load(card, folder), **configs}
-    rows = [json.dumps({**dict(zip(KEY, k)), "config": asdict(all_of[k])}) for k in sorted(all_of)]
+    rows = [json.dumps({**dict(zip(KEY, k)), "config": asdict(c), "seal": _seal(card, k, c)}) for k, c in sorted(all_of.items())]
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {row}" for row in rows)
     made = file.with_suffix(".new")  # whole or not at all: calls refuse a broken file

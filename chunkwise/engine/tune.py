@@ -309,6 +309,9 @@ def _decay(p: Problem) -> Config:
     return Config(32, 0, 4, 3, registers=128) if p.rule is Rule.DELTA else Config(64, 0, 4, 3)  # KDA 0.245, of 64 keys 0.255; GLA 0.243 ms
 
 
+SUMS = ("BK", "fuse")  # sums go over blocks of keys, and are of products: others have other bits
+
+
 @dataclass(frozen=True)
 class Choice:
     """A kernel's config: what was measured on this card for such a problem, or else its rule's."""
@@ -319,8 +322,9 @@ class Choice:
     def __call__(self, p: Problem) -> Config:
         ruled, name = self.rule(p), card().name
         found = measured(name).get(key(self.kernel, p))
-        if found is not None and found.BK != ruled.BK:  # sums go over keys: other blocks, other bits
-            raise ValueError(f"tune: {at(name)}: {self.kernel} must have blocks of {ruled.BK} keys, got {found.BK}; measure it again")
+        for n in () if found is None else SUMS:
+            if (got := getattr(found, n)) != (wanted := getattr(ruled, n)):
+                raise ValueError(f"tune: {at(name)}: {self.kernel} must have {n} {wanted}, got {got}; measure it again")
         return found or ruled
 
 
