@@ -96,7 +96,7 @@ def test_packing_changes_no_bit(op, dtype):
 
 @every
 def test_packing_changes_no_bit_of_a_gradient(op):
-    case = Case(T=40, H=2, n=2, K=8, V=4, chunk=64)
+    case = Case(T=40, H=2, n=2, K=16, V=8, chunk=64)
     call, cu = make(op, case, torch.float32), [0, 1, 2, 2, 20, 21, 40]
     whole, _ = op(call.x, initial_state=call.S0.expand(6, -1, -1, -1), output_final_state=True, cu_seqlens=torch.tensor(cu, device=DEVICE))
     each = [n for n in call.x if op.args[n].per_token]
@@ -127,7 +127,7 @@ def test_documents_do_not_leak(op, dtype):
 
 @every
 def test_offsets_may_be_refilled_in_place(op):
-    call = make(op, Case(T=40, H=1, K=4, V=4), torch.float32)
+    call = make(op, Case(T=40, H=2, n=2, K=6, V=5), torch.float32)
     cu = torch.tensor([0, 10, 40], device=DEVICE)
     first, _ = op(detached(call), cu_seqlens=cu)
     cu[1] = 25
@@ -314,7 +314,7 @@ def test_every_head_has_its_own_gate(op):
 
 @every
 def test_the_token_form_of_many_short_sequences_is_a_loop(op):
-    case = Case(T=300, H=1, K=4, V=4)
+    case = Case(T=300, H=2, n=2, K=6, V=5)
     call = make(op, case, torch.float32)
     lengths = torch.randint(1, 4, (200,), generator=torch.Generator().manual_seed(0)).cumsum(0)
     cu = torch.cat((torch.zeros(1, dtype=torch.int64), lengths[lengths < 300], torch.tensor([300])))

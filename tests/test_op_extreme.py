@@ -85,14 +85,14 @@ def test_one_key_for_every_token_reads_back_its_value():
 
 @every
 def test_half_types_with_strong_gates_and_a_ragged_end(op):
-    judged(make(op, Case(B=2, T=75, H=2, K=16, V=8, chunk=64, strength=100.0), torch.float16))
+    judged(make(op, Case(B=2, T=75, H=2, n=2, K=16, V=8, chunk=64, strength=100.0), torch.float16))
 
 
 @every
 def test_half_types_do_not_overflow_on_the_way(op):
     """Large values: states and sums leave the range of float16, the scaled output does not."""
     values = next(n for n in ("v", "x") if n in op.args)
-    call = make(op, Case(T=70, H=2, K=16, V=8, chunk=64), torch.float32)
+    call = make(op, Case(T=70, H=2, n=2, K=16, V=8, chunk=64), torch.float32)
     x = {n: t.detach() for n, t in call.x.items()}
     x[values] = x[values] * 4e3
     x = {n: t if op.args[n].free_dtype else t.half() for n, t in x.items()}

@@ -27,7 +27,7 @@ def test_compiles_whole_with_any_length(op):
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (64, 65, 200):
-        call = make(op, Case(B=2, T=T, H=2, K=8, V=4, chunk=64), torch.float32)
+        call = make(op, Case(B=2, T=T, H=2, n=2, K=16, V=8, chunk=64), torch.float32)
         got, want = (torch.autograd.grad([t.sum() for t in f(call.x, call.S0)], list(call.leaves().values())) for f in (compiled, layer))
         for name, a, b in zip(call.leaves(), got, want):
             assert torch.equal(a, b), name
@@ -65,7 +65,7 @@ def test_a_packed_call_compiles_once(op):
 def test_operator_checks(op, packed, plan):
     if op.passes is not None:
         pytest.skip("its passes run the operators of other members")
-    call = make(op, Case(T=20, H=2, n=2, K=4, V=3, N=3 if packed else None), torch.float32)
+    call = make(op, Case(T=20, H=2, n=2, K=6, V=5, N=3 if packed else None), torch.float32)
     x = op.lower(**call.x, **op.settings)
     gate = "none" if x.g is None else op.gate.value
     still = [None if t is None else t.detach() for t in (*x, call.S0, call.cu)]
@@ -109,7 +109,7 @@ def test_gradients_are_finite_differences(op):
 
 @every
 def test_autocast_changes_nothing(op):
-    call = make(op, Case(B=2, T=40, H=2, K=8, V=4), torch.float32)
+    call = make(op, Case(B=2, T=40, H=2, K=8, V=16), torch.float32)
     want = engine(call)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = engine(call)
@@ -120,7 +120,7 @@ def test_autocast_changes_nothing(op):
 @every
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_nothing(op, reentrant):
-    call = make(op, Case(T=40, H=2, K=8, V=4, N=3), torch.float32)
+    call = make(op, Case(T=40, H=2, n=2, K=6, V=5, N=3), torch.float32)
     names = list(call.x)
     run = lambda cu, *x: op(dict(zip(names, x)), cu_seqlens=cu)[0]
     plain = run(call.cu, *call.x.values())
