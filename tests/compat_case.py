@@ -51,10 +51,10 @@ def ids(*shape, seed=0):
     return torch.randint(1, SHARED["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
-def results(model, x, **given):
-    """Logits, loss and every gradient."""
+def results(model, x, call=None, **given):
+    """Logits, loss and every gradient, of the model or of what was compiled of it."""
     model.zero_grad()
-    output = model(x, labels=x, use_cache=False, **given)
+    output = (model if call is None else call)(x, labels=x, use_cache=False, **given)
     output.loss.backward()
     grads = {f"d{n}": p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"logits": output.logits.detach().flatten(0, -2), "loss": output.loss.detach()[None]} | grads

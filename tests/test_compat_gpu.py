@@ -52,3 +52,15 @@ def test_generation_on_a_gpu_is_that_on_a_cpu(name):
     with torch.no_grad(), drop_in():
         greedy = model.generate(x, max_new_tokens=12, do_sample=False)
         assert torch.equal(model.cuda().generate(x.cuda(), max_new_tokens=12, do_sample=False).cpu(), greedy)
+
+
+def test_a_compiled_training_step_is_one_graph_and_the_step():
+    """By the compiler that users have: it asks every gradient whether it lies as was promised."""
+    model, x = tiny("qwen3_5"), ids(2, 70)
+    with drop_in():
+        truth, honest = results(wide(model), x), results(model, x)
+        model.cuda()
+        torch._dynamo.reset()
+        got = results(model, x.cuda(), call=torch.compile(model, fullgraph=True))
+        torch._dynamo.reset()
+    agree(cpu(got), truth, honest)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from model_case import build, cache_of, flat, gradients, ids, kinds
+from model_case import KINDS, build, cache_of, flat, gradients, ids, kinds
 from nn_agreement import agree
 
 from chunkwise.models.cache import CACHE_FIELD
@@ -70,3 +70,20 @@ def test_cached_pieces_are_one_pass_and_generation_is_greedy(kind):
             logits = model(together[:, :t]).logits[:, -1]
             best, taken = logits.max(-1).values, logits.gather(1, together[:, t : t + 1])[:, 0]
             assert (best - taken <= 64 * torch.finfo(logits.dtype).eps * logits.abs().max()).all()
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda"])
+def test_a_compiled_model_is_one_graph_for_training_and_for_inference(kind):
+    """By the compiler that users have: it asks every gradient whether it lies as was promised."""
+    model, x = build(**SIZES, **KINDS[kind]).train(), ids(2, 150)
+    truth, honest = run(copy.deepcopy(model).double(), x), run(model, x)
+    model = model.cuda()
+    model.zero_grad()
+    torch._dynamo.reset()
+    whole = torch.compile(model, fullgraph=True)
+    output = whole(x.cuda(), labels=x.cuda(), output_logits=True)
+    output.loss.backward()
+    agree(on_gpu(flat(output.logits) | gradients(model)), truth, honest)
+    with torch.no_grad():
+        agree(on_gpu(flat(whole(x.cuda(), use_cache=False).logits)), flat(truth["logits"][:, None]), flat(honest["logits"][:, None]))
+    torch._dynamo.reset()

@@ -42,11 +42,11 @@ def layer(device: str, hidden: int = 2048):
     return made.to(device)
 
 
-def results(model, x):
-    """Output, and the gradients of the input and of every parameter."""
+def results(model, x, call=None):
+    """Output, and the gradients of the input and of every parameter, of the model or of what was compiled of it."""
     model.zero_grad()
     x = x.detach().requires_grad_()
-    out = model(x)
+    out = (model if call is None else call)(x)
     out.backward(torch.sin(torch.arange(out.numel(), device=x.device, dtype=torch.float32)).view(out.shape).to(out.dtype))
     return {"out": out.detach(), "dx": x.grad, **{f"d{n}": p.grad for n, p in model.named_parameters()}}
 
@@ -160,13 +160,13 @@ def measure(line, low, B: int, T: int, a, proof: bool) -> None:
     line |= {"hidden": a.hidden, "B": B, "T": T}
     torch.manual_seed(1)
     x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
+
+    def compare(call=None):
+        got = results(low, x, call)
+        with patch_transformers(replace=True):
+            return errors(got, results(copy.deepcopy(low).double(), x.double()))
+
     if proof and not a.no_errors:
-
-        def compare():
-            got = results(low, x)
-            with patch_transformers(replace=True):
-                return errors(got, results(copy.deepcopy(low).double(), x.double()))
-
         attempt(line, "errors", compare)
     grown = x.detach().clone().requires_grad_()
     dout = torch.randn_like(x)
@@ -195,16 +195,19 @@ def measure(line, low, B: int, T: int, a, proof: bool) -> None:
         line["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         for name, call in (("forward", forward), ("step", step)):
             attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
-    if a.compile and line["side"] == "ours":
+    if a.compile and proof and line["side"] == "ours":
         torch._dynamo.reset()
         attempt(line, "graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count)
         torch._dynamo.reset()
+        whole = torch.compile(low, fullgraph=True)
+        attempt(line, "compiled_errors", lambda: compare(whole))
 
-        def compiled():
-            whole = torch.compile(low, fullgraph=True)
-            return [round(t, 3) for t in clock(lambda: whole(grown).backward(dout), a.device, repeat)]
+        def forward():
+            with torch.no_grad():
+                return whole(x)
 
-        attempt(line, "compiled_step_ms", compiled)
+        for name, call in (("forward", forward), ("step", lambda: whole(grown).backward(dout))):
+            attempt(line, f"compiled_{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
 
 
 def main() -> None:

@@ -60,7 +60,8 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> C
 
 def differentiable(function: type[Function]) -> Callable[..., Any]:
     """A class of forward and setup_context becomes its `apply`. Where nobody looks it is that of a twin whose forward sets the context
-    itself: of one that has it apart PyTorch works out the defaults of its arguments at every call, longer than a kernel's launch takes."""
+    itself: of one that has it apart PyTorch works out the defaults of its arguments at every call, longer than a kernel's launch takes.
+    Compiled, where no gradient is wanted, it is `forward` alone: torch 2.13 would hand one of any number of arguments a context there."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = function.forward(*args)
@@ -70,7 +71,10 @@ def differentiable(function: type[Function]) -> Callable[..., Any]:
     twin: Any = type(function.__name__, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(function.backward)})
 
     def apply(*args: Any) -> Any:
-        return (twin if direct(tuple(t for t in args if isinstance(t, Tensor))) else function).apply(*args)
+        tensors = tuple(t for t in args if isinstance(t, Tensor))
+        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            return function.forward(*args)
+        return (twin if direct(tensors) else function).apply(*args)
 
     return apply
 

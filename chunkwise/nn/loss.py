@@ -9,14 +9,13 @@ Chowdhery et al. PaLM: Scaling Language Modeling with Pathways (z-loss). 2022.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .boundary import check_device, define
+from .boundary import check_device, define, differentiable
 from .vocabulary import TERMS, Terms, group_of, losses, score, slopes_
 
 if TYPE_CHECKING:
@@ -158,6 +157,9 @@ class _Summed(torch.autograd.Function):
         return tuple(d)
 
 
+_summed_function = differentiable(_Summed)
+
+
 class _Each(torch.autograd.Function):
     """The loss of every token. Each gradient has a weight of its own, known only later: the logits are computed again then."""
 
@@ -183,6 +185,9 @@ class _Each(torch.autograd.Function):
         return (*d, *[None] * (ctx.given - 3))
 
 
+_each_function = differentiable(_Each)
+
+
 class _Scored(torch.autograd.Function):
     """The loss of every row of logits."""
 
@@ -201,6 +206,9 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         z, target, lse = ctx.saved_tensors
         return (_slope_op(z, target, lse, grads[0].contiguous(), *ctx.terms), *[None] * (len(ctx.terms) + 1))
+
+
+_scored_function = differentiable(_Scored)
 
 
 def cross_entropy(
@@ -237,7 +245,7 @@ def cross_entropy(
     _check(name, "logits", logits, target, reduction)
     t = _terms(name, logits.shape[-1], target, ignore_index, label_smoothing, z_loss, scale, softcap, process_group, first_class)
     flat = target.reshape(-1)
-    loss, _ = _Scored.apply(logits.reshape(-1, logits.shape[-1]), flat, *t)
+    loss, _ = _scored_function(logits.reshape(-1, logits.shape[-1]), flat, *t)
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / _count(flat, t)
@@ -297,7 +305,7 @@ def linear_cross_entropy(
     if rows is None:
         rows = max(LEAST if x.is_cuda else 1, BLOCK.get(x.device.type, BLOCK["cuda"]) // (V * x.element_size()) // 64 * 64 or 1)
     grad = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, weight, bias))
-    apply: Callable[..., Any] = _Each.apply if reduction == "none" else _Summed.apply
+    apply = _each_function if reduction == "none" else _summed_function
     given = (x.reshape(-1, D), weight, bias, flat, None, None, rows, grad and reduction != "none", *t)
     loss = apply(*given)[0]
     if reduction == "none":

@@ -119,6 +119,9 @@ class _Rows(torch.autograd.Function):
         return (*(t if n else None for t, n in zip(made, need)), *none)
 
 
+_rows_function = differentiable(_Rows)
+
+
 def _like(t: Tensor) -> Tensor:
     return room(*t.shape, dtype=t.dtype, device=t.device)
 
@@ -227,7 +230,7 @@ def _norm(
     if not (direct((h, weight, bias, gate)) or torch.compiler.is_compiling()) or h.numel() <= STRETCH and not torch.is_grad_enabled():
         return _plain(h, weight, bias, gate, *switches), h
     rows = (h.numel() // max(1, D), D)
-    return _Rows.apply(h.reshape(rows), weight, bias, None if gate is None else gate.reshape(rows), *switches).view(h.shape), h
+    return _rows_function(h.reshape(rows), weight, bias, None if gate is None else gate.reshape(rows), *switches).view(h.shape), h
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
