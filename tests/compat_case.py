@@ -31,13 +31,13 @@ models = pytest.mark.parametrize("name", MODELS)
 CU = [0, 20, 27, 60]
 
 
-def tiny(name):
-    """A small random model in float32, its gates drawn as those of trained models."""
+def tiny(name, **changes):
+    """A small random model in float32, its gates drawn as those of trained models; changes: of its configuration."""
     model, config, own = MODELS[name]
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     torch.manual_seed(0)
-    built = getattr(modeling, model)(getattr(configuration, config)(**{**SHARED, **own})).eval()
+    built = getattr(modeling, model)(getattr(configuration, config)(**{**SHARED, **own, **changes})).eval()
     with torch.no_grad():
         for n, p in built.named_parameters():
             if n.endswith("A_log"):

@@ -1,7 +1,6 @@
 """transformers' own models with and without the drop-in: the same tokens, losses and gradients; packed documents are separate documents."""
 
 import importlib.util
-import inspect
 import itertools
 from types import ModuleType
 
@@ -14,6 +13,9 @@ if importlib.util.find_spec("fla") is not None:
     pytest.skip("fla is installed: transformers would bind it, and its fallback could not be compared with", allow_module_level=True)
 
 from compat_case import CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
+from transformers import StaticCache  # noqa: E402
+
+from chunkwise.models.cache import CACHE_FIELD as CACHE  # noqa: E402
 
 
 @models
@@ -126,16 +128,50 @@ def test_padded_and_cached_calls_equal_whole_ones(name):
     model, x = tiny(name), ids(1, 16)
     with drop_in(), torch.no_grad():
         truth, whole = wide(model)(x).logits[0], model(x).logits[0]
-        field = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         out = model(x[:, :8], use_cache=True)
         parts = [out.logits]
         for a, b in ((8, 9), (9, 16)):
-            out = model(x[:, a:b], use_cache=True, **{field: out[field]})
+            out = model(x[:, a:b], use_cache=True, **{CACHE: out[CACHE]})
             parts.append(out.logits)
         agree({"logits": torch.cat(parts, 1)[0]}, {"logits": truth}, {"logits": whole})
         padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), x], 1)
         out = model(padded, attention_mask=(padded > 0).long())
         agree({"logits": out.logits[0, 5:]}, {"logits": truth}, {"logits": whole})
+
+
+@models
+def test_padding_between_turns_changes_no_token(name):
+    """The second turn of a conversation, padded on its left while the cache holds the first: one call with all of it and its mask."""
+    model, x = tiny(name), ids(2, 16)
+    mask = torch.ones_like(x)
+    mask[1, 9:12] = 0
+
+    def turns(model):
+        first = model(x[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        second = model(x[:, 9:], attention_mask=mask, use_cache=True, **{CACHE: first[CACHE]})
+        return {"logits": torch.cat([first.logits, second.logits], 1)[mask.bool()]}
+
+    with drop_in(), torch.no_grad():
+        whole = {"logits": model(x, attention_mask=mask).logits[mask.bool()]}
+        agree(turns(model), turns(wide(model)), whole)
+
+
+@models
+def test_a_compiled_step_generates_the_same_tokens_without_a_graph_break(name):
+    model, x = tiny(name, experts_implementation="batched_mm"), ids(2, 9)  # how transformers' experts compile
+    with drop_in(), torch.no_grad():
+        want = model.generate(x, max_new_tokens=5, do_sample=False)
+        torch._dynamo.reset()
+        step = torch.compile(model.forward, fullgraph=True, backend="eager")
+        out = model(x, use_cache=True, **{CACHE: StaticCache(config=model.config, max_cache_len=16)})
+        cache, tokens = out[CACHE], [x]
+        for place in range(9, 14):
+            tokens.append(out.logits[:, -1:].argmax(-1))
+            out = step(tokens[-1], position_ids=torch.full((2, 1), place), use_cache=True, **{CACHE: cache})
+        assert torch.equal(torch.cat(tokens, 1), want)
+        layer, kda = cache.layers[0], name == "kimi_linear"
+        assert layer.conv_states[0].shape == (2, 48 if kda else 96, 4)  # [B, 2 H K + HV V, W]
+        assert layer.recurrent_states[0].shape == ((2, 2, 8, 8) if kda else (2, 4, 8, 16))  # [B, HV, K, V]
 
 
 def test_patch_says_what_it_replaced_and_can_be_undone():
