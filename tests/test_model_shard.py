@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from model_case import build, config, ids, kinds
+import torch.multiprocessing as mp
+from model_case import KINDS, build, config, gradients, ids, kinds, wide
+from nn_agreement import agree
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import softplus
 
 from chunkwise.models import ChunkwiseForCausalLM
@@ -17,11 +20,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-@kinds
-@pytest.mark.filterwarnings("ignore:DTensor random operators", "ignore:FSDP2-wrapped module")
-def test_sharded_model_initialises_and_trains_like_any_other(kind, mesh):
-    from torch.distributed.fsdp import fully_shard
-
+def sharded(kind, mesh):
+    """A model in training mode that had no memory before its shards were initialised."""
     with torch.device("meta"):
         model = ChunkwiseForCausalLM(config(**kind))
     for block in model.model.layers:
@@ -32,6 +32,13 @@ def test_sharded_model_initialises_and_trains_like_any_other(kind, mesh):
         for p in model.parameters():
             p.fill_(float("nan"))
     model.init_weights()
+    return model.train()
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore:DTensor random operators", "ignore:FSDP2-wrapped module")
+def test_sharded_model_initialises_and_trains_like_any_other(kind, mesh):
+    model = sharded(kind, mesh)
     plain, x = build(**kind).train(), ids(1, 20)
     for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         value = p.full_tensor()
@@ -41,8 +48,31 @@ def test_sharded_model_initialises_and_trains_like_any_other(kind, mesh):
         if n.endswith("dt_bias"):
             assert (softplus(value) >= 0.00099).all() and (softplus(value) <= 0.1001).all()
         q.data.copy_(value)
-    losses = [m(x, labels=x).loss for m in (model.train(), plain)]
+    losses = [m(x, labels=x).loss for m in (model, plain)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
     assert all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def one_of_two(rank, file, names):
+    """A process of two: each has half of every parameter and of the batch, both find the gradients of the whole."""
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh, x = dist.device_mesh.init_device_mesh("cpu", (2,)), ids(2, 20)
+    for name in names:
+        model, plain = sharded(KINDS[name], mesh), build(**KINDS[name]).train()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.data.copy_(p.full_tensor())
+            assert q.isfinite().all() and p.to_local().numel() <= -(-p.shape[0] // 2) * (p.numel() // p.shape[0])
+        model(x[rank : rank + 1], labels=x[rank : rank + 1]).loss.backward()
+        plain(x, labels=x).loss.backward()
+        honest = gradients(plain)
+        truth = wide(plain)
+        truth.zero_grad()
+        truth(x, labels=x).loss.backward()
+        agree({f"d{n}": p.grad.full_tensor().flatten() for n, p in model.named_parameters()}, gradients(truth), honest)
+    dist.destroy_process_group()
+
+
+def test_two_processes_find_the_gradients_of_one(tmp_path):
+    mp.spawn(one_of_two, (str(tmp_path / "meet"), ["gated_delta_rule", "rwkv7", "hgrn2"]), nprocs=2)

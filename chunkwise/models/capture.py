@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..nn.joint import hooked
 
+RESTLESS = 3  # times in a row that something lies elsewhere before a graph has been replayed twice, until it is said
 MOST = 8  # shapes that graphs are made for, each with room of its own for gradients; further ones go step by step
 SYNC, MODE = "synchronizing CUDA operation", "Synchronization debug mode"  # what torch.cuda.set_sync_debug_mode has said of the two
 logger = logging.get_logger(__name__)
@@ -70,7 +71,10 @@ class Captured:
         self.graphs: dict[tuple[Any, ...], Graph] = {}
         self.calls: dict[tuple[Any, ...], int] = {}
         self.refused: dict[tuple[Any, ...], str] = {}  # kinds of inputs that go step by step, and why
+        self.told: set[str] = set()
         self.places: tuple[int, ...] = ()
+        self.age = 0  # calls since anything lay elsewhere
+        self.moved: dict[str, int] = {}  # what lies elsewhere again and again, and how often in a row
         self.stream: torch.cuda.Stream | None = None
         self.pool: Any = None
 
@@ -95,7 +99,9 @@ class Captured:
         parameters = (p.data_ptr() if p.requires_grad else -p.data_ptr() for p in self.model.parameters())
         places = (self.listeners(), *parameters, *(b.data_ptr() for b in self.model.buffers()))
         if places != self.places:  # what it holds was moved, replaced or frozen, somebody listens now: graphs know what was before
-            self.graphs, self.calls, self.refused, self.places, self.pool = {}, {}, {}, places, None
+            self.moved = self.restless(places)
+            self.graphs, self.calls, self.refused, self.places, self.pool, self.age = {}, {}, {}, places, None, 0
+        self.age += 1
         if (graph := self.graphs.get(kind)) is None:
             seen = self.calls[kind] = self.calls.get(kind, 0) + 1
             if kind not in self.refused and (reason := self.obstacle(tensors)):
@@ -116,17 +122,27 @@ class Captured:
         modules = sum(hooked(m) for m in self.model.modules())
         return modules + sum(bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in self.model.parameters())
 
+    def restless(self, places: tuple[int, ...]) -> dict[str, int]:
+        """Parameters and buffers that lie elsewhere though no graph has been replayed twice; how often in a row."""
+        if self.age > 4 or len(places) != len(self.places):
+            return {}
+        names = (n for listed in (self.model.named_parameters(), self.model.named_buffers()) for n, _ in listed)
+        return {n: self.moved.get(n, 0) + 1 for n, a, b in zip(names, places[1:], self.places[1:]) if a != b}
+
     def obstacle(self, tensors: dict[str, Tensor]) -> str | None:
         """Why no graph can be made of the next kind of inputs."""
         if leaves := [n for n, t in tensors.items() if t.requires_grad]:
             return f"gradients are wanted of {', '.join(leaves)}, which a graph would read from a copy"
         if self.places[0]:
             return "modules or parameters have hooks, which a graph would not call"
+        if again := [n for n, times in self.moved.items() if times >= RESTLESS]:
+            return f"{', '.join(again)} lies elsewhere at every call: write into it (copy_) instead of assigning it anew"
         return f"{MOST} other shapes have one" if len(self.graphs) >= MOST else None
 
     def refuse(self, kind: tuple[Any, ...], reason: str) -> None:
         """Go on step by step with such inputs; each reason is told once."""
-        if reason not in self.refused.values():
+        if reason not in self.told:
+            self.told.add(reason)
             logger.warning(f"Captured: no graph for inputs {kind[1:]}: {reason}")
         self.refused[kind] = reason
 
