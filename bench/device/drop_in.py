@@ -145,31 +145,35 @@ def sides(a) -> None:
             with bound(name, a) as modeling:
                 operator = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
                 for size in a.sizes.split(","):
-                    line = {"side": name, "dtype": a.dtype, "operator": operator.__module__, "torch": torch.__version__}
-                    measure(line, copy.deepcopy(model).to(getattr(torch, a.dtype)), *map(int, size.split("x")), a, round_ == 0)
-                    print(json.dumps(line), flush=True)
-                    if a.out:
-                        with open(a.out, "a") as file:
-                            file.write(json.dumps(line) + "\n")
+                    low, (B, T) = copy.deepcopy(model).to(getattr(torch, a.dtype)), map(int, size.split("x"))
+                    torch.manual_seed(1)
+                    x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
+                    for way in (measure, *[compiled] * (a.compile and name == "ours" and round_ == 0)):
+                        line = {"side": name, "dtype": a.dtype, "operator": operator.__module__, "torch": torch.__version__}
+                        way(line | {"hidden": a.hidden, "B": B, "T": T}, low, x, a, round_ == 0)
 
 
-def measure(line, low, B: int, T: int, a, proof: bool) -> None:
-    """Errors (proof) and times of the layer `low` on B rows of T tokens, added to `line`."""
+def said(line, a) -> None:
+    print(json.dumps(line), flush=True)
+    if a.out:
+        with open(a.out, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@functools.lru_cache(maxsize=1)
+def truth(low, x):
+    """What the layer computes in float64, by the drop-in."""
     from chunkwise.compat import patch_transformers
 
-    line |= {"hidden": a.hidden, "B": B, "T": T}
-    torch.manual_seed(1)
-    x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
+    with patch_transformers(replace=True):
+        return results(copy.deepcopy(low).double(), x.double())
 
-    def compare(call=None):
-        got = results(low, x, call)
-        with patch_transformers(replace=True):
-            return errors(got, results(copy.deepcopy(low).double(), x.double()))
 
+def measure(line, low, x, a, proof: bool) -> None:
+    """Errors (proof) and times of the layer `low` of x [B, T, hidden]."""
+    grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
     if proof and not a.no_errors:
-        attempt(line, "errors", compare)
-    grown = x.detach().clone().requires_grad_()
-    dout = torch.randn_like(x)
+        attempt(line, "errors", lambda: errors(results(low, x), truth(low, x)))
 
     def forward():
         with torch.no_grad():
@@ -195,19 +199,35 @@ def measure(line, low, B: int, T: int, a, proof: bool) -> None:
         line["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         for name, call in (("forward", forward), ("step", step)):
             attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
-    if a.compile and proof and line["side"] == "ours":
-        torch._dynamo.reset()
-        attempt(line, "graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count)
-        torch._dynamo.reset()
-        whole = torch.compile(low, fullgraph=True)
-        attempt(line, "compiled_errors", lambda: compare(whole))
+    said(line, a)
 
-        def forward():
-            with torch.no_grad():
-                return whole(x)
 
-        for name, call in (("forward", forward), ("step", lambda: whole(grown).backward(dout))):
-            attempt(line, f"compiled_{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
+def compiled(line, low, x, a, proof: bool) -> None:
+    """Graph breaks, errors and times of the layer compiled whole, each said as soon as it is known."""
+    grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
+    torch._dynamo.reset()
+    whole = torch.compile(low, fullgraph=True)
+
+    def inference():
+        with torch.no_grad():
+            return whole(x)
+
+    def step():
+        for p in (grown, *low.parameters()):
+            p.grad = None
+        whole(grown).backward(dout)
+
+    repeat = a.repeat if a.device == "cuda" else 2
+    for name, call in (
+        ("errors", lambda: errors(results(low, x, whole), truth(low, x))),
+        ("forward_ms", lambda: [round(t, 3) for t in clock(inference, a.device, repeat)]),
+        ("forward_error", lambda: ((inference().double() - truth(low, x)["out"]).norm() / truth(low, x)["out"].norm()).item()),
+        ("step_ms", lambda: [round(t, 3) for t in clock(step, a.device, repeat)]),
+        ("graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count),
+    ):
+        start = time.perf_counter()
+        attempt(line, f"compiled_{name}", call)
+        said(line | {"took_s": round(time.perf_counter() - start, 1)}, a)
 
 
 def main() -> None:
