@@ -14,6 +14,12 @@ from .turn import turn
 BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
 
 
+def share(lock: Path, shortlist: Path | None = None) -> None:
+    """Let Triton's autotuner build side by side, here and in the processes that share the lock file, and time alone; see below."""
+    build_side_by_side(shortlist=shortlist)
+    tune_in_turns(lock.with_name(lock.name + ".tune"))
+
+
 def tune_in_turns(lock: Path) -> None:
     """Let Triton's autotuner build beside other processes, but time its candidates alone, so that none is judged on a busy device."""
     import triton

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import __version__
 from ..engine.decode import decode
 from . import peer as library
-from .autotuner import build_side_by_side, tune_in_turns
+from .autotuner import share
 from .case import POOLS, Case, Inputs, draw
 from .clock import Samples, Side, Time, peak, race
 from .count import Ceiling, Count, ceiling, count, floor
@@ -163,8 +163,7 @@ class Bench:
         """A row for every side and pass, as they are done. Warming up may go on beside other processes, proving and timing not."""
         c = self.c
         if self.lock is not None and self.device.type == "cuda":
-            build_side_by_side(shortlist=self.shortlist)
-            tune_in_turns(self.lock.with_name(self.lock.name + ".tune"))
+            share(self.lock, self.shortlist)
         with turn(self.lock, alone=False):
             x = draw(c, self.device)
             works = self._works(x)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from .autotuner import share
 from .clock import Side, peak, race
 from .count import ceiling
 from .measure import BUDGET, OURS, free, reason, timed
@@ -70,6 +71,8 @@ class ModuleBench:
             made = named(m.plain(**m.leaves)).values()
         upstream = [torch.randn_like(t) if t.ndim else torch.ones_like(t) for t in made]
         del made
+        if self.lock is not None and self.device.type == "cuda":
+            share(self.lock)
         with turn(self.lock, alone=False):
             works = self._works(upstream)
         with turn(self.lock, alone=True):
