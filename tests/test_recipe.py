@@ -103,6 +103,9 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
     assert len(driver.launched) == 1
     with pytest.raises(ValueError, match="3 pieces"):
         play(board, tensors[:2], 77, 0, 2)
+    for none in (-1, 1 << 64):
+        with pytest.raises(ValueError, match=f"piece 2 of the memory must be an address, got {none}"):
+            play(board, [*tensors[:2], none], 77, 0, 2)
     with pytest.raises(ValueError, match="too many"):
         cuda.board([first], 1000, 2)
 

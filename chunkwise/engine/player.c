@@ -104,6 +104,10 @@ static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t n) {
             return NULL;
         base[i] = PyLong_AsUnsignedLongLong(at);
         Py_DECREF(at);
+        if (PyErr_Occurred()) {
+            PyErr_Clear();
+            return PyErr_Format(PyExc_ValueError, "play: piece %lld of the memory must be an address, got %R", (long long)i, t);
+        }
         if (i < b->inputs && base[i] & 15)
             Py_RETURN_FALSE;
     }
