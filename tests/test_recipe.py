@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
-from chunkwise.engine import cuda, plan_replay, plan_triton, recipe, record  # noqa: E402
+from chunkwise.engine import cuda, plan_replay, plan_triton, precompile, recipe, record  # noqa: E402
 from chunkwise.engine.launch import launch  # noqa: E402
 from chunkwise.engine.precompile import _workers  # noqa: E402
 from chunkwise.engine.problem import problem  # noqa: E402
-from chunkwise.engine.program import ALIGNED, pack  # noqa: E402
-from chunkwise.engine.record import Described, Recorder, View  # noqa: E402
-from chunkwise.spec import Gate, Rule, Streams  # noqa: E402
+from chunkwise.engine.program import ALIGNED, Program, pack  # noqa: E402
+from chunkwise.engine.record import Described, Launch, Recorder, View  # noqa: E402
+from chunkwise.spec import EXTRA_SIZES, Gate, Rule, Streams, all_ops  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,6 +95,9 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
             shape = (4, 1, 1, 256, 1, 1, 0, 78, 0, 0)
             assert driver.launched.pop() == (12, *shape, [word(a + 48), word(at), moved, number])
         assert not driver.launched
+    many, tensors[2] = cuda.board([first] * 400, 3, 2), None  # 1,600 parameters
+    assert play(many, tensors, 77, 398, 400) and [last[-1][0] for last in driver.launched] == [word(tensors[0].data_ptr())] * 2
+    driver.launched.clear()
     askew = torch.empty(65)[1:]
     assert not play(board, [tensors[0], askew, None], 77, 0, 2) and not driver.launched
     driver.fault = 5
@@ -190,6 +193,40 @@ def test_parameters_are_those_of_the_built_kernel():
     assert [name for name, _, _ in found] == ["state_pass_kernel"]
     for _, given, there in found:
         assert given == there and cuda.MAP in given
+
+
+def _needs() -> dict[str, tuple[int, int, int]]:
+    """Of every member the most that a pass of a training step hands the player: bytes, parameters, pieces of memory."""
+    most: dict[str, tuple[int, int, int]] = {}
+
+    def replay(what, tensors, hosts, ahead=None, seat=None):
+        with Recorder(tensors) as recorder:
+            made = hosts(*recorder.inputs)
+        program = Program(recorder, made)
+        args = [x for step in program.steps if isinstance(step, Launch) for x in (*step.args, bytes(8), bytes(8))]
+        maps = [x for x in args if isinstance(x, Described)]
+        size = cuda.MAP * len(set(maps)) + 8 * (len(args) - len(maps) + sum(2 * len(x.shape) for x in maps))
+        need = size, len(args) + sum(2 * len(x.shape) for x in maps), program.pieces
+        most[op.name] = tuple(map(max, need, most.get(op.name, need)))
+        return made
+
+    plan_replay.replay = replay
+    for op in all_ops().values():
+        for packed in (False, True):
+            sizes = {**EXTRA_SIZES, "B": 1, "T": 8192, "H": 8, "HV": 8, "K": 128, "V": 128}
+            how = dict(chunk_size=64, precision="ieee", backend="auto")
+            precompile._call_once(op, precompile.WAYS["training with states"], sizes, torch.bfloat16, packed, **how)
+    return most
+
+
+def test_the_player_has_room_for_every_member():
+    """Without it a pass would run its hosts at every call, ten times slower, and nobody would see why."""
+    with _workers("sm_90", 1) as pool:
+        most = pool.submit(_needs).result()
+    player, kernels = cuda.player(), {op.name for op in all_ops().values() if op.passes is None}
+    assert kernels <= most.keys() and max(parameters for _, parameters, _ in most.values()) > 500
+    for name, need in most.items():
+        assert all(n <= room for n, room in zip(need, (player.SIZE, player.PARAMETERS, player.BASES))), (name, need)
 
 
 def test_tritons_fingerprint_is_remembered(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ typedef struct {
     int64_t *parameter; /* where in the memory each is */
 } Board;
 
-enum { SIZE = 1 << 14, PARAMETERS = 1 << 9, BASES = 1 << 7 }; /* what a call has room for */
+enum { SIZE = 1 << 15, PARAMETERS = 1 << 12, BASES = 1 << 8 }; /* what a call has room for: several times what any member needs */
 
 static const char *NAME = "chunkwise.board";
 
@@ -142,4 +142,9 @@ static PyMethodDef METHODS[] = {
 };
 static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "chunkwise_player", NULL, -1, METHODS};
 
-PyMODINIT_FUNC PyInit_chunkwise_player(void) { return PyModule_Create(&MODULE); }
+PyMODINIT_FUNC PyInit_chunkwise_player(void) {
+    PyObject *made = PyModule_Create(&MODULE);
+    if (made && (PyModule_AddIntMacro(made, SIZE) || PyModule_AddIntMacro(made, PARAMETERS) || PyModule_AddIntMacro(made, BASES)))
+        Py_CLEAR(made);
+    return made;
+}
