@@ -75,65 +75,93 @@ class Rows:
 class Tokens(NamedTuple):
     """All a step needs, rows first; absent where the rule has none. h heads, n value heads each, hn = h * n."""
 
-    q: Tensor  # [rows, h, n, K, 1], scaled
-    r: Tensor | None  # [rows, h, n, K, 1]: who erases, as it meets the state before the step
-    k: Tensor  # [rows, h, 1, K, 1]
+    q: Tensor  # [rows, hn, K], scaled
+    r: Tensor | None  # [rows, hn, K]: who erases; times the decay of key channels, as it meets the state before the step
+    k: Tensor  # [rows, hn, K, 1], or [rows, h, 1, K, 1] where n value heads share it
     v: Tensor  # [rows, 1, hn, V]
-    beta: Tensor | None  # [rows, 1, hn, 1]
-    w: Tensor | None  # [rows, h, 1 or n, K, 1]
+    beta: Tensor | None  # [rows, 1, hn]
+    w: Tensor | None  # as k
     D: Tensor | None  # [rows, hn, K or 1, 1] or [rows, hn, 1, V], what is left of the state
-    value: Tensor | None  # [rows, 1, hn, V], the same of what was read, where it is a matter of value channels
+    left: Tensor | None  # [rows, 1, hn, 1 or V], the same of what r has read, where it is no matter of key channels
     own: Tensor | None  # [rows, 1, hn, 1], what q adds of its token's v, where it reads before that is written
 
 
+@lru_cache(maxsize=64)
+def _number(value: float, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, 1, 1, 1, 1]; one of Python's would be converted in every call."""
+    return torch.full((n, 1, 1, 1, 1), value, dtype=dtype, device=device)
+
+
 def _tokens(p: Problem, x: Streams, rows: Rows) -> Tokens:
-    h, n, K, take, delta = rows.h, rows.n, p.K, rows.take, p.rule is Rule.DELTA
+    h, hn, K, take, delta = rows.h, rows.h * rows.n, p.K, rows.take, p.rule is Rule.DELTA
+
+    def reader(y: Tensor, by: float | Tensor) -> Tensor:
+        """[rows, 1, h or hn, K] times a number, or [rows, 1, hn, K] -> [rows, hn, K], without a view of y."""
+        heads = y.shape[2]
+        R = torch.empty(len(y), hn, K, dtype=rows.dtype, device=rows.device)
+
+        def apart(z: Tensor) -> Tensor:
+            """[rows, 1, hn, K] -> [hn / heads, rows, 1, heads, K]"""
+            return z.reshape(-1, 1, heads, hn // heads, K).permute(3, 0, 1, 2, 4)
+
+        if not isinstance(by, Tensor):
+            make = _number if rows.device.type == "cpu" else _number.__wrapped__  # a graph may own what a GPU makes
+            torch.mul(y, make(by, hn // heads, rows.dtype, rows.device), out=apart(R))
+        else:
+            torch.mul(y, apart(by), out=apart(R))
+        return R
 
     def column(y: Tensor) -> Tensor:
-        """[B, T, H or HV, K] -> [rows, h, 1 or n, K, 1]"""
-        y = take(y)
-        return y.reshape(-1, h, y.shape[2] // h, K, 1)
+        """[rows, 1, h or hn, K] -> as Tokens.k"""
+        return y.reshape(-1, hn, K, 1) if y.shape[2] == hn else y.reshape(-1, h, 1, K, 1)
 
-    q, k, erase = column(x.q), column(x.k), (x.a if p.before else x.e) if delta else x.a
-    r = column(erase) if erase is not None else k if delta else None
-    D = value = own = None
+    k, erase = take(x.k), (x.a if p.before else x.e) if delta else x.a
+    D = left = own = r = None
     if x.g is not None and p.gate is not Gate.NONE:
-        left = take(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g).exp()
-        if p.gate is Gate.VALUE:
-            D, value = left.reshape(-1, h * n, 1, p.V), left
-        else:
-            D = left.reshape(-1, h * n, K if p.gate is Gate.KEY else 1, 1)
-    if r is not None and (D is None or p.before or p.gate is Gate.VALUE):
-        r = r.expand(-1, h, n, K, 1).contiguous()
-    elif r is not None and D is not None:
-        r = r * D.view(-1, h, n, D.shape[2], 1)
+        g = take(x.g.expand(p.B, p.T, p.HV) if p.gate is Gate.HEAD else x.g).exp()
+        D = g.reshape(-1, hn, *{Gate.KEY: (K, 1), Gate.VALUE: (1, p.V)}.get(p.gate, (1, 1)))
+        left = g.reshape(-1, 1, hn, D.shape[3]) if delta and not p.before else None
+    by_key = left is not None and p.gate is Gate.KEY
+    if delta or erase is not None:
+        r = reader(k if erase is None else take(erase), g if by_key else 1.0)
     if x.u is not None:
-        bonus = (x.q.to(rows.dtype) * x.k.to(rows.dtype)).unsqueeze(3) * (x.u.to(rows.dtype) * p.scale).view(p.H, n, K)
+        bonus = (x.q.to(rows.dtype) * x.k.to(rows.dtype)).unsqueeze(3) * (x.u.to(rows.dtype) * p.scale).view(p.H, rows.n, K)
         own = take(bonus.sum(-1).flatten(2)).unsqueeze(3)
     return Tokens(
-        (q.expand(-1, h, n, K, 1) * p.scale).contiguous(), r, k, take(x.v), D=D, value=value, own=own,
-        beta=take(x.beta).unsqueeze(3) if delta and x.beta is not None else None, w=None if delta or x.b is None else column(x.b),
+        q=reader(take(x.q), p.scale), r=r, k=column(k) if r is None or by_key or erase is not None else r.unsqueeze(3), v=take(x.v), D=D,
+        left=None if by_key else left, own=own, beta=take(x.beta) if delta and x.beta is not None else None,
+        w=None if delta or x.b is None else column(take(x.b)),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
 def _bags(states: int, K: int) -> tuple[Tensor, Tensor]:
-    """Which lines of so many states each reading adds up, all of its own, and where they begin."""
-    return torch.arange(states * K, dtype=torch.int32, device="cpu"), torch.arange(0, states * K, K, dtype=torch.int32, device="cpu")
+    """Which lines of so many states each reading adds up, all of its own, and where they begin and end."""
+    return torch.arange(states * K, dtype=torch.int32, device="cpu"), torch.arange(0, states * K + 1, K, dtype=torch.int32, device="cpu")
 
 
 def _read(R: Tensor, S: Tensor, most: int) -> Tensor:
-    """[rows, 1, hn, V], what R [rows, h, n, K, 1] reads of S [rows, hn, K, V]; no block has more than `most` states.
+    """[rows, 1, hn, V], or [hn, V] of one row, what R [rows, hn, K] reads of S [rows, hn, K, V]; no block has more than `most` states.
 
     A reading is a weighted sum of a state's lines. Products of a row pack the states first and take twice as long.
     """
     rows, hn, K, V = S.shape
     if S.dtype is not torch.float32 or not S.is_cpu:
-        return torch.matmul(R.view(rows, hn, 1, K), S).view(rows, 1, hn, V)
+        return torch.matmul(R.unsqueeze(2), S).view(rows, 1, hn, V)
     lines, starts = _bags(most, K)
     if rows * hn != most:
-        lines, starts = lines[: R.numel()], starts[: rows * hn]
-    return torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), False)[0].view(rows, 1, hn, V)
+        lines, starts = lines[: R.numel()], starts[: rows * hn + 1]
+    o = torch.embedding_bag(S.view(-1, V), lines, starts, False, 0, False, R.view(-1), True)[0]
+    return o if rows == 1 else o.view(rows, 1, hn, V)
+
+
+def _write(S: Tensor, k: Tensor, v: Tensor, into: Tensor | None) -> Tensor:
+    """S [rows, hn, K, V] + k v', k as Tokens.k, v [rows, 1, hn, V]; `into` that, or memory of its own."""
+    if k.ndim == 4:
+        return torch.addcmul(S, k, v.reshape(*S.shape[:2], 1, -1), out=into)
+    shape = (*k.shape[:2], S.shape[1] // k.shape[1], *S.shape[2:])
+    to = torch.addcmul(S.view(shape), k, v.reshape(*shape[:3], 1, -1), out=None if into is None else into.view(shape))
+    return to.view(S.shape) if into is None else into
 
 
 def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
@@ -141,21 +169,17 @@ def _step(p: Problem, t: Tokens, S: Tensor, into: Tensor | None, most: int) -> t
     to memory of its own."""
     o = None if t.own is None else torch.addcmul(_read(t.q, S, most), t.own, t.v)
     met, write = None if t.r is None else _read(t.r, S, most), t.v
-    if met is not None:
-        met = met if t.value is None or p.before else met * t.value
-        if p.rule is Rule.DELTA:
-            write = write - met if t.beta is None else (write - met).mul_(t.beta)
-    h, V = t.k.shape[1], S.shape[3]
-    shape = (-1, h, S.shape[1] // h, S.shape[2], V)
+    if met is not None and p.rule is Rule.DELTA:
+        write = write - met if t.left is None else torch.addcmul(write, t.left, met, value=-1)
+        if t.beta is not None:
+            write.permute(3, 0, 1, 2).mul_(t.beta)
     if t.D is not None:
         S = into = torch.mul(S, t.D, out=into)
-    left = S.view(shape)
-    to = left if into is S else None if into is None else into.view(shape)
-    to = torch.addcmul(left, t.k, write.reshape(-1, h, shape[2], 1, V), out=to)
-    into = to.view(S.shape) if into is None else into
+    into = _write(S, t.k, write, into)
     if t.w is not None and met is not None:
-        to.addcmul_(t.w, met.reshape(-1, h, shape[2], 1, V))
-    return _read(t.q, into, most) if o is None else o, into
+        _write(into, t.w, met, into)
+    o = _read(t.q, into, most) if o is None else o
+    return o.view(-1, 1, *o.shape[-2:]), into
 
 
 class States(NamedTuple):
