@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle import OPS, Case, ids, make
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkwise.engine import call, decode_torch, library
 from chunkwise.engine.decode import decode
@@ -163,6 +165,39 @@ def test_refusals_come_back():
         with pytest.raises(ValueError, match="chunk_size"):
             BASIC(x, chunk_size=17)
         BASIC(x)
+
+
+def test_who_watches_sees_calls_that_were_made_before():
+    """A tape hides its operators: from nobody who listens, traces, transforms or carries tangents along."""
+    x, S0 = drawn(BASIC, 0)
+    o = dict(initial_state=S0, output_final_state=True)
+    latest = []
+    for _ in range(3):
+        want = BASIC(x, **o)
+        latest.append(call.LATEST.get(BASIC))
+    assert latest[-1] is not None and latest[-1].taped.tapes
+    seen = []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            seen.append(f.name())
+            return f(*args, **(kwargs or {}))
+
+    with Listener():
+        got = BASIC(x, **o)
+    alike(got, want)
+    assert seen == ["chunkwise::forward"]
+    leaf = x["v"].clone().requires_grad_()
+    d = torch.autograd.grad(BASIC({**x, "v": leaf}, **o)[0].sum(), leaf)[0]
+    alike([torch.func.grad(lambda v: BASIC({**x, "v": v}, **o)[0].sum())(x["v"])], [d])
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            alike(BASIC(x, **o), want)
+    alike(BASIC(x, **o), want)
+    with forward_ad.dual_level():
+        alike(BASIC(x, **o), want)
+        with pytest.raises(RuntimeError):  # an operator without a formula for tangents: nothing is dropped in silence
+            BASIC({**x, "v": forward_ad.make_dual(x["v"], x["v"])}, **o)
 
 
 def test_threads_do_not_share_a_tape():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..spec import Output, Streams
 from .dispatch import run
-from .library import PLAIN, Pass, trim, watched
+from .library import PLAIN, Pass, busy, trim, watched
 from .prologue import prologue
 from .raw import asks
 from .tape import Taped
@@ -28,10 +28,13 @@ _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 
 
 class Alike:
-    """Whether a call that nobody watches is like one before, in everything but the numbers in its tensors."""
+    """Whether a call is like one before, in everything but the numbers in its tensors.
+
+    PyTorch's check of tensors also sees autocast, gradients that are asked for, and who listens through them; `busy` sees the others.
+    """
 
     def __init__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        self.names, self.grad = names, torch.is_grad_enabled()
+        self.names = names
         tensors, others = ([i for i, t in enumerate(values) if (type(t) in PLAIN) is kind] for kind in (True, False))
         self.tensors, self.others = _picker(tensors), _picker(others)
         self.rest = self.others(values)
@@ -41,14 +44,15 @@ class Alike:
         self.check = _Guards(*about, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def __call__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-        if names != self.names or torch.is_grad_enabled() is not self.grad:
+        if names != self.names:
             return False
         rest = self.others(values)
-        return [*map(type, rest)] == self.types and rest == self.rest and self.check(*self.tensors(values))
+        return rest == self.rest and [*map(type, rest)] == self.types and self.check(*self.tensors(values))
 
 
 def alike(names: tuple[Any, ...], values: tuple[Any, ...]) -> Alike | None:
-    return None if _Guards is None else Alike(names, values)
+    """None where PyTorch has no such check, or does under autocast what a tape would not."""
+    return None if _Guards is None or torch.is_autocast_enabled("cpu") else Alike(names, values)
 
 
 def _picker(at: list[int]) -> Any:
@@ -74,6 +78,14 @@ class Decided:
         call = self.run if self.taped is None or torch.is_autocast_enabled("cpu") else self.taped
         return call(*inputs.values(), *map(options.get, TENSORS))  # type: ignore[return-value]
 
+    def remember(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+        """Make ready to be asked whether a call is like this one, whose values are these; False where nobody could tell."""
+        if self.alike is None:
+            self.alike = alike(names, values)
+            where = [names.index(n) if n in names else len(names) for n in (*self.names, *TENSORS)]
+            self.tensors = itemgetter(*where)
+        return self.alike is not None
+
     def run(self, *tensors: Any) -> Output:
         x, S0 = tensors[: self.many], tensors[self.many]
         if self.order is not None:
@@ -97,21 +109,21 @@ def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
 
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
     """op's function of its inputs. Raises as `Op.check` and `dispatch.run` do, TypeError for an option there is not."""
-    if watched():
+    if busy():
         return _first(op, inputs, options, None)
-    names, values = (op, *inputs, *options), (*inputs.values(), *options.values())
+    names, values = (*inputs, *options), (*inputs.values(), *options.values())
     latest = LATEST.get(op)
-    if latest is not None and latest.alike is not None and latest.alike(names, values):
-        return latest(inputs, options)
+    if latest is not None and latest.alike(names, values):  # type: ignore[misc]
+        return (latest.taped or latest.run)(*latest.tensors((*values, None)))  # type: ignore[return-value]
     try:
-        key = hashed(names, values)
+        key = None if watched() else hashed((op, *names), values)
         decided = CALLS.get(key)
     except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named below
-        return _first(op, inputs, options, None)
+        key = decided = None
     if decided is None:
         return _first(op, inputs, options, key)
-    decided.alike = decided.alike or alike(names, values)
-    LATEST[op] = decided
+    if decided.remember(names, values):
+        LATEST[op] = decided
     return decided(inputs, options)
 
 

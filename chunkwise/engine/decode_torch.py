@@ -13,7 +13,7 @@ from torch import Tensor
 from ..spec import Form, Op
 from .call import TENSORS, Alike, Decided, alike, hashed
 from .dispatch import run
-from .library import Pass, direct, trim, watched
+from .library import Pass, busy, direct, trim, watched
 from .pool import Where, sequences, store
 from .problem import compute_dtype, given
 from .tape import Made, Taped
@@ -60,13 +60,13 @@ def known(
     names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]
 ) -> tuple[Step | None, tuple[Any, ...] | None]:
     """What does such a step on a CPU that nobody watches, if there was one; what it is kept under, None where it is not to be kept."""
-    if watched():
+    if busy():
         return None, None
     names, values = (*names, *inputs, *options), (*inputs.values(), pool, index, *options.values())
     latest = LATEST.get(names[0])
-    if latest is not None and latest.alike is not None and latest.alike(names, values):
+    if latest is not None and latest.alike(names, values):  # type: ignore[misc]
         return latest, None
-    if not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
+    if watched() or not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
         return None, None
     if any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items()):
         return None, None
@@ -77,7 +77,8 @@ def known(
         return None, None
     if step is not None:
         step.alike = step.alike or alike(names, values)
-        LATEST[names[0]] = step
+        if step.alike is not None:
+            LATEST[names[0]] = step
     return step, key
 
 

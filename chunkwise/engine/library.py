@@ -220,9 +220,14 @@ def trim(kept: dict[Any, Any], most: int) -> None:
 _modes, _tracing, _transforms = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
 
 
+def busy() -> bool:
+    """Whether somebody compiles, listens or carries tangents along: all of `watched` that a tensor does not show."""
+    return is_compiling() or _modes() > 0 or forward_ad._current_level >= 0
+
+
 def watched() -> bool:
     """Whether somebody traces, transforms or listens."""
-    return is_compiling() or bool(_modes()) or _tracing() is not None or _transforms() or forward_ad._current_level >= 0
+    return busy() or _tracing() is not None or _transforms()
 
 
 def direct(tensors: tuple[Tensor | None, ...]) -> bool:

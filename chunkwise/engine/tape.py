@@ -88,19 +88,23 @@ class Taped:
         self.tapes: list[Callable[..., Made]] = []  # that no thread has
 
     def __call__(self, *tensors: Tensor | None) -> Made:
-        if not self.tapes and self.possible:
-            made, again = tape(self.call, tensors)
-            self.possible = again is not None
-            if again is not None and len(self.tapes) < THREADS:
-                self.tapes.append(again)
-            return made
         try:
             again = self.tapes.pop()
-        except IndexError:  # another thread was quicker, or there is none
-            return self.call(*tensors)
+        except IndexError:
+            return self._first(tensors)
         with BELOW():
             made = again(*tensors)
         self.tapes.append(again)
+        return made
+
+    def _first(self, tensors: Sequence[Tensor | None]) -> Made:
+        """Where there is no tape, or others have all."""
+        if not self.possible:
+            return self.call(*tensors)
+        made, again = tape(self.call, tensors)
+        self.possible = again is not None
+        if again is not None and len(self.tapes) < THREADS:
+            self.tapes.append(again)
         return made
 
 
