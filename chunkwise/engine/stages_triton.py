@@ -115,11 +115,15 @@ def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None, token
     c = config("inverse", p)
     (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
     T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device) if into is None else into
+    others = dense(x.g, k), dense(x.beta, k), chunks(at, k)
+    tma, made = c.tma and can_describe(p, (k, sk), (e, sk)), T
+    if tma:
+        e, k = (described(t, sk, p.C, c.BK) for t in (e, k))
+        made = described(T, p.HV * p.C, p.C, p.C)
     launch(
-        inverse_kernel, at.slots * p.HV,
-        e, k, dense(x.g, k), dense(x.beta, k), chunks(at, k), T, T if tokens is None else tokens, sk, p.T, p.HV,
+        inverse_kernel, at.slots * p.HV, e, k, *others, made, T if tokens is None else tokens, sk, p.T, p.HV,
         BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, ERASE=x.e is not None, TOKENS=tokens is not None, BEFORE=p.before,
-        IPT=solves(p), **switches(p), config=c,
+        TMA=tma, IPT=solves(p), **switches(p), config=c,
     )  # fmt: skip
     return T
 
@@ -156,15 +160,16 @@ def gathered(p: Problem, x: Streams) -> Problem:
 
 
 def at_once(p: Problem) -> bool:
-    """Whether gradients are made of all values of a chunk at once (kernels/grad.py), or of AT_ONCE at a time, on sm_90.
+    """Whether gradients are made of all values of a chunk at once (kernels/grad.py), or of AT_ONCE at a time, on sm_90. Packed rows as
+    dense ones: sums in another order have other bits.
 
     Two programs of 128 values fit a multiprocessor, of 256 one. K=V=256, B=2, T=4096, H=16: DeltaNet 0.40 ms (in blocks 1.00), GDN 0.57.
     """
     if p.rule is Rule.DPLR or p.bonus or p.erase or p.gate not in (Gate.NONE, Gate.HEAD, Gate.SCALAR):
         return False
     fits = p.V <= 128 or p.rule is Rule.ADD and p.V <= AT_ONCE
-    if not fits and p.rule is Rule.DELTA and p.K <= 256 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0):
-        fits = p.cu_seqlens is None and p.C == 64 and p.K % 8 == p.V % 8 == 0  # by the copy engine: see `can_describe`
+    if not fits and p.rule is Rule.DELTA and p.K <= 256:
+        fits = p.C == 64 and p.K % 8 == p.V % 8 == 0 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # others spill 500 bytes a thread
     return p.dtype != torch.float32 and fits and card().arch == "sm_90"
 
 

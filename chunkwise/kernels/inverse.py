@@ -2,13 +2,13 @@
 
 Blocks of doubling size: T_2s = [[T11, 0], [T22 M21 T11, T22]] from 1 up to C. That is back substitution, grouped: every factor is
 an inverse or a block of M, no power of M is formed, so keys that are all alike (M close to -1 everywhere) cost no accuracy.
-Only blocks on and below the diagonal are computed.
+Only blocks on and below the diagonal are computed. A product takes 16 rows at least: up to 8, two blocks lie one under the other.
 """
 
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, early_sums, load_gate, load_rows, pair_decay
+from .tile import chunk_rows, decay_sums, early_sums, load_chunk, load_gate, pair_decay
 from .token import store_tokens, token_place
 
 
@@ -41,33 +41,79 @@ def halved_product(a, b_hi, b_lo, c):
 
 
 @triton.jit
-def product(a, b, IP: tl.constexpr):
+def product(a, b, IP: tl.constexpr, c=None):
+    """a b, plus c unless it is None."""
     if IP == "bf16x3":
         b_hi, b_lo = parts(b)
-        c = halved_product(a, b_hi, b_lo, None)
+        c = halved_product(a, b_hi, b_lo, c)
     else:
-        c = tl.dot(a, b, input_precision=IP)
+        c = tl.dot(a, b, c, input_precision=IP)
     return c
 
 
 @triton.jit
+def beside(b_X):
+    """[n, 16, 8], two blocks of 8 rows one under the other -> the same on the diagonal of [n, 16, 16]."""
+    n: tl.constexpr = b_X.shape[0]
+    i = tl.arange(0, 2)[None, :, None, None, None]
+    j = tl.arange(0, 2)[None, None, None, :, None]
+    return tl.reshape(tl.where(i == j, tl.reshape(b_X, [n, 2, 8, 1, 8]), 0.0), [n, 16, 16])
+
+
+@triton.jit
+def under(b_M, BELOW: tl.constexpr):
+    """The blocks of 8 rows on the diagonal of tiles [n, 16, 16], or BELOW so many under it, one under the other: [n, 16, 8]."""
+    n: tl.constexpr = b_M.shape[0]
+    i = tl.arange(0, 2)[None, :, None, None, None]
+    j = tl.arange(0, 2)[None, None, None, :, None]
+    return tl.reshape(tl.sum(tl.where(i == j + BELOW, tl.reshape(b_M, [n, 2, 8, 2, 8]), 0.0), 3), [n, 16, 8])
+
+
+@triton.jit
 def doubled(b_T, b_M, s: tl.constexpr, IP: tl.constexpr):
-    """In tiles [n, 16, 16]: inverses of the diagonal blocks of s rows -> of 2s rows, in place."""
-    i = tl.arange(0, 16)[None, :, None] // s
-    j = tl.arange(0, 16)[None, None, :] // s
+    """In blocks [n, 16, 8], two of 8 rows each: inverses of their diagonal blocks of s rows -> of 2s rows."""
+    i = tl.arange(0, 16)[None, :, None] % 8 // s
+    j = tl.arange(0, 8)[None, None, :] // s
     b_low = tl.where((i == j + 1) & (i % 2 == 1), b_M, 0.0)
-    return b_T + product(product(b_T, b_low, IP), b_T, IP)
+    return product(beside(product(beside(b_T), b_low, IP)), b_T, IP, b_T)
+
+
+@triton.jit
+def paired(b_X):
+    """[2n, 8, 8] -> two by two, one under the other: [n, 16, 8]."""
+    return tl.reshape(b_X, [b_X.shape[0] // 2, 16, 8])
 
 
 @triton.jit
 def solve16(b_M, IP: tl.constexpr):
-    """(I - M)^-1 of strictly lower triangular tiles M [n, 16, 16], zeros elsewhere."""
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    b_T = tl.where(i == j, 1.0, tl.where((i == j + 1) & (i % 2 == 1), b_M, 0.0))
-    b_T = doubled(b_T, b_M, 2, IP)
-    b_T = doubled(b_T, b_M, 4, IP)
-    return doubled(b_T, b_M, 8, IP)
+    """(I - M)^-1 of strictly lower triangular tiles M [n, 16, 16], zeros elsewhere; n: 1 or even."""
+    n: tl.constexpr = b_M.shape[0]
+    i = tl.arange(0, 16)[None, :, None] % 8
+    j = tl.arange(0, 8)[None, None, :]
+    b_D = under(b_M, 0)  # [n, 16, 8]
+    b_T = tl.where(i == j, 1.0, tl.where((i == j + 1) & (i % 2 == 1), b_D, 0.0))
+    b_T = doubled(b_T, b_D, 2, IP)
+    b_T = doubled(b_T, b_D, 4, IP)
+    if n == 1:
+        b_T = beside(b_T)
+        b_low = tl.where(tl.arange(0, 16)[None, :, None] // 8 == tl.arange(0, 16)[None, None, :] // 8 + 1, b_M, 0.0)
+        b_T = product(product(b_T, b_low, IP), b_T, IP, b_T)
+    else:
+        _, b_low = halves(tl.reshape(under(b_M, 1), [2 * n, 8, 8]))  # [n, 8, 8]
+        T11, T22 = halves(tl.reshape(b_T, [2 * n, 8, 8]))
+        b_low = product(beside(paired(b_low)), paired(T11), IP)  # [n / 2, 16, 8]
+        b_T = squared(T11, tl.reshape(product(beside(paired(T22)), b_low, IP), [n, 8, 8]), T22)
+    return b_T
+
+
+@triton.jit
+def squared(T11, T21, T22):
+    """[n, s, s] each -> [[T11, 0], [T21, T22]], [n, 2s, 2s]."""
+    n: tl.constexpr = T11.shape[0]
+    s: tl.constexpr = T11.shape[1]
+    top = tl.reshape(tl.permute(tl.join(T11, tl.zeros_like(T11)), [0, 1, 3, 2]), [n, s, 2 * s])
+    bottom = tl.reshape(tl.permute(tl.join(T21, T22), [0, 1, 3, 2]), [n, s, 2 * s])
+    return tl.reshape(tl.permute(tl.join(top, bottom), [0, 3, 1, 2]), [n, 2 * s, 2 * s])
 
 
 @triton.jit
@@ -81,9 +127,7 @@ def merge(b_T, b_M21, IP: tl.constexpr):
         T21 = tl.reshape(product(tl.reshape(T22, [s, s]), low, IP), [n, s, s])
     else:
         T21 = product(T22, product(b_M21, T11, IP), IP)
-    top = tl.reshape(tl.permute(tl.join(T11, tl.zeros_like(T11)), [0, 1, 3, 2]), [n, s, 2 * s])
-    bottom = tl.reshape(tl.permute(tl.join(T21, T22), [0, 1, 3, 2]), [n, s, 2 * s])
-    return tl.reshape(tl.permute(tl.join(top, bottom), [0, 3, 1, 2]), [n, 2 * s, 2 * s])
+    return squared(T11, T21, T22)
 
 
 @triton.jit
@@ -123,6 +167,7 @@ def inverse_kernel(
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
     ERASE: tl.constexpr,  # e is not k
+    TMA: tl.constexpr,  # e, k and Tinv are descriptors of [B, heads, T, columns], not pointers
     TOKENS: tl.constexpr,  # `tokens` is filled: see token.py
     BEFORE: tl.constexpr,  # e reads before its token forgets
     IP: tl.constexpr,  # of the products of e and k
@@ -135,12 +180,14 @@ def inverse_kernel(
     row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
-    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    o_c = tl.arange(0, C)
     m_c = o_c < L
-    b_k = load_rows(k + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+    i_b = i_slot // tl.cdiv(T, C)  # of dense sequences
+    t = (i_slot - i_b * tl.cdiv(T, C)) * C
+    b_k = load_chunk(k, row, sk, i_b, i_hv // GROUP, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
     b_e = b_k
     if ERASE:
-        b_e = load_rows(e + i_hv // GROUP * K, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
+        b_e = load_chunk(e, row, sk, i_b, i_hv // GROUP, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
     b_M = tl.dot(b_e, tl.trans(b_k), input_precision=IP)  # [C, C]
     m_low = o_c[:, None] > o_c[None, :]
     if GATE == "none":
@@ -163,5 +210,8 @@ def inverse_kernel(
             b_G = 0.0
         store_tokens(p_t, b_beta, b_G, o_c, C, GATE)
     b_T = invert(-b_M, IPT)  # [C, C]
-    p_T = Tinv + ((row + o_c) * HV + i_hv)[:, None] * C + o_c[None, :]
-    tl.store(p_T, b_T.to(Tinv.dtype.element_ty), mask=m_c[:, None])
+    if TMA:
+        Tinv.store([i_b, i_hv, t, 0], tl.reshape(b_T.to(Tinv.dtype), [1, 1, C, C]))
+    else:
+        p_T = Tinv + ((row + o_c) * HV + i_hv)[:, None] * C + o_c[None, :]
+        tl.store(p_T, b_T.to(Tinv.dtype.element_ty), mask=m_c[:, None])

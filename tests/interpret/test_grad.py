@@ -6,7 +6,7 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk, stages_triton_grad, tune
+from chunkwise.engine import chunk, plan_triton, stages_triton_grad, tune
 from chunkwise.engine.problem import Problem
 from chunkwise.engine.stages_triton import gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
@@ -88,6 +88,29 @@ def test_gradients_of_a_ragged_sequence(gate, rule):
 @pytest.mark.parametrize("gate, rule", CELLS)
 def test_gradients_of_packed_sequences_with_empty_ones_and_shared_heads(gate, rule):
     check(gate, rule, B=1, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
+
+
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR])
+def test_a_packed_row_s_gradients_are_its_sequences_to_the_bit(gate):
+    """Of so many values, too, that they fit one program only where the copy engine brings them; packed rows are read by pointers."""
+    ends, rule = [0, 9, 75], Rule.DELTA
+    x = draw(gate, rule, B=1, T=75, H=1, V=136, dtype=torch.float16)
+    p = posed(x, gate, rule, C=64, cu=torch.tensor(ends, dtype=torch.int32))
+    torch.manual_seed(1)
+    do, S0, dST = torch.randn_like(x.v), *torch.randn(2, p.N, p.HV, p.K, p.V)
+
+    def step(p: Problem, x: Streams, S0: torch.Tensor, do: torch.Tensor, dST: torch.Tensor) -> dict[str, torch.Tensor]:
+        o, ST, saved = plan_triton.forward(p, x, S0, final=True, save=True)
+        d, dS0 = plan_triton.backward(p, x, S0, saved, do, dST)
+        return {n: t for n, t in dict(o=o, ST=ST, dS0=dS0, **d._asdict()).items() if t is not None}
+
+    packed = step(p, x, S0, do, dST)
+    for i in range(2):
+        rows = slice(ends[i], ends[i + 1])
+        own = Streams(*(None if t is None else t[:, rows].contiguous() for t in x))
+        alone = step(posed(own, gate, rule, C=64), own, S0[i : i + 1], do[:, rows].contiguous(), dST[i : i + 1])
+        for name, t in packed.items():
+            assert torch.equal(alone[name], t[i : i + 1] if name in ("ST", "dS0") else t[:, rows]), f"{name} of sequence {i}"
 
 
 @pytest.mark.parametrize("gate, rule", CELLS)
