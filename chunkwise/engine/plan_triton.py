@@ -83,7 +83,7 @@ def scores_of(
     if p.gate is Gate.KEY and x.g is not None:
         from .stages_triton_score import scores
 
-        return scores(p, x, at, saved, into)
+        return scores(p, x, at, saved, into, tokens)
     if saved is None and p.rule is Rule.DELTA:
         saved = stages.inverse(p, x, at, None if into is None else into[0], tokens)[None]
     return saved, None

@@ -52,12 +52,12 @@ def index(p: Problem) -> Index:
 
 
 def token_room(p: Problem, at: Index, device: torch.device) -> Tensor | None:
-    """Memory for what the inverse kernel leaves of each token to scans forwards, fp32, see kernels/token.py: [slots, HV, kinds, C].
+    """Memory for what the kernel that makes T leaves of each token to scans forwards, fp32, see kernels/token.py: [slots, HV, kinds, C].
 
     None where scans read gates and strengths themselves: of float32, whose sums have two parts; where no inverse is made; of erase keys,
     which were not measured; in the backward pass, where they gain nothing (GDN, H200, S2: 0.80 ms reversed either way).
     """
-    if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR) or p.dtype == torch.float32 or p.erase or p.before:
+    if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR, Gate.KEY) or p.dtype == torch.float32 or p.erase or p.before:
         return None
     kinds = KINDS.value if p.gate is Gate.SCALAR else 1
     return torch.empty(at.slots, p.HV, kinds, p.C, dtype=torch.float32, device=device)
@@ -218,7 +218,7 @@ def state_pass(
     store: the states that every so many chunks meet, in reverse the gradients of those they leave; `at` is of so many chunks a slot.
     decayed: of the score or the affine stage, in place of q, k and g.
     carried: what an earlier scan forwards has left of the pieces; room: where this one leaves it, flat.
-    tokens: of the stage `inverse`, in place of g and beta.
+    tokens: of the stage `inverse` or `scores`, in place of g and beta.
     """
     reverse, early = do is not None, None
     made = scan_room(p, at, x.q.device, final=final, output=output, store=store)

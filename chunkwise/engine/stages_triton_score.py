@@ -68,14 +68,16 @@ def _on(p: Problem, x: Streams) -> dict[str, object]:
     return on | dict(GROUP=p.HV // p.H, DELTA=p.rule is Rule.DELTA, USE_BETA=x.beta is not None, IPG=exact(3))
 
 
-def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, Decayed]:
+def scores(
+    p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: Tensor | None = None, tokens: Tensor | None = None
+) -> tuple[Tensor, Decayed]:
     """Stage `scores`: what can be kept, [1 or 2, B, T, HV, C]: scale M_qk and, delta, T = (I - M_rw)^-1; and the scan's operands.
 
-    into: where that goes.
+    into: where that goes; tokens: where what the scans ask of each token goes.
     kept: from an earlier call; then only the operands are made, whose decays need no pairs of tokens, and what `grads` asks of every chunk.
     """
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
-    delta, device, tokens = p.rule is Rule.DELTA, q.device, (p.B, p.T, p.HV)
+    delta, device, rows = p.rule is Rule.DELTA, q.device, (p.B, p.T, p.HV)
 
     def empty(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -83,10 +85,10 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
     pairs = kept is None
     bound = reach_of_scores(p) if pairs else reach_back(p)
     if kept is None:
-        kept = empty(1 + delta, *tokens, p.C) if into is None else into
+        kept = empty(1 + delta, *rows, p.C) if into is None else into
     M, T = kept[0], kept[-1]
-    qd, kr = empty(*tokens, p.K), empty(*tokens, p.K)
-    kd = empty(*tokens, p.K) if delta else kr
+    qd, kr = empty(*rows, p.K), empty(*rows, p.K)
+    kd = empty(*rows, p.K) if delta else kr
     decay = empty(at.slots, p.HV, p.K, dtype=torch.float32)
     c = config("score_bounded" if pairs else "decay", p)
     near = torch.empty(at.slots, p.HV, dtype=torch.uint8, device=device)
@@ -98,8 +100,9 @@ def scores(p: Problem, x: Streams, at: Index, kept: Tensor | None = None, into: 
         read = [described(t, d, p.C, c.BK) for t, d in zip(read, (sk, sk, sk, p.HV * p.K))]
         made = [described(t, p.HV * t.shape[3], p.C, d) for t, d in zip(made, (p.C, p.C, c.BK, c.BK, c.BK))]
     launch(
-        score_bounded_kernel, blocks, *read, beta, *last, *made, decay, sk, p.T, p.HV, p.scale, BK=c.BK, ERASE=x.e is not None,
-        PAIRS=pairs and bound is not None, LIMIT=NOWHERE if bound is None else bound, TMA=tma, **on, config=c,
+        score_bounded_kernel, blocks, *read, beta, *last, *made, decay, decay if tokens is None else tokens,
+        sk, p.T, p.HV, p.scale, BK=c.BK, ERASE=x.e is not None, PAIRS=pairs and bound is not None, TOKENS=tokens is not None,
+        LIMIT=NOWHERE if bound is None else bound, TMA=tma, **on, config=c,
     )  # fmt: skip
     if pairs:
         c, n = config("score", p), group(blocks)

@@ -12,6 +12,7 @@ import triton.language as tl
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets
 from .tile import chunk_rows, load_chunk, log2_gate, store_chunk
+from .token import store_tokens, token_place
 
 
 @triton.jit
@@ -29,11 +30,12 @@ def factor(x, TYPE: tl.constexpr):
 def score_bounded_kernel(
     q, e, k, g, beta, chunks,  # as score_kernel
     sets, near,  # uint8 [slots, HV], written: how many rows are in reach, C: all
-    Tinv, M, qd, kd, kr, decay,
+    Tinv, M, qd, kd, kr, decay, tokens,
     sk, T, HV, scale,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     PAIRS: tl.constexpr,  # M and T too
+    TOKENS: tl.constexpr,  # `tokens` is filled: see token.py
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, IPT: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, g, Tinv, M, qd, kd, kr are descriptors of [B, heads, T, columns], not pointers
 ):  # fmt: skip
@@ -100,5 +102,10 @@ def score_bounded_kernel(
             # rows out of reach hold anything; T of the others needs none of them
             b_ek = tl.where((o_c[:, None] > o_c[None, :]) & (o_c < n)[:, None], -b_ek, 0.0)
             if USE_BETA:
-                b_ek *= tl.load(beta + o_h, mask=o_c < L, other=0.0).to(tl.float32)[:, None]
+                b_beta = tl.load(beta + o_h, mask=o_c < L, other=0.0).to(tl.float32)  # [C]
+                b_ek *= b_beta[:, None]
+            else:
+                b_beta = tl.where(o_c < L, 1.0, 0.0)
+            if TOKENS:
+                store_tokens(token_place(tokens, i_slot, i_hv, HV, C, "key"), b_beta, 0.0, o_c, C, "key")
             store_chunk(Tinv, tl.trans(invert(b_ek, IPT).to(TYPE)), row, HV, i_b, i_hv, t, o_c, 0, L, C, C, C, TMA)

@@ -1,7 +1,7 @@
-"""What scans forwards of the delta rules ask of each token besides its rows: made once, chunk by chunk, by the inverse kernel.
+"""What scans forwards of the delta rules ask of each token besides its rows: made once, chunk by chunk, by the kernel that makes T.
 
-fp32 [KINDS, C] a (slot, value head), of rows past the end too; without gates beta alone. A scan has one program for each block of values
-and the whole sequence: there sums, exponentials and strided addresses of 64 numbers cost more than a product.
+fp32 [KINDS, C] a (slot, value head), of rows past the end too; without scalar gates beta alone. A scan has one program for each block of
+values and the whole sequence: there sums, exponentials and strided addresses of 64 numbers cost more than a product.
 
 Between tokens of a chunk e^(G_i - G_j) is a product of factors, e^G_i e^-G_j, where the reader keeps more than 2^NEAR of the chunk's
 first state. That is decided for each reader by its own G, so that no later token changes its bits.
@@ -25,7 +25,7 @@ ALL_NEAR = tl.constexpr(2.0**-99.5)  # of e^(G_C): above it no token is far, rou
 @triton.jit
 def token_place(tokens, i_slot, i_hv, HV, C: tl.constexpr, GATE: tl.constexpr):
     """Where those of a chunk begin."""
-    return tokens + (i_slot.to(tl.int64) * HV + i_hv) * ((1 if GATE == "none" else KINDS) * C)
+    return tokens + (i_slot.to(tl.int64) * HV + i_hv) * ((KINDS if GATE == "scalar" else 1) * C)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def store_tokens(p_t, b_beta, b_G, o_c, C: tl.constexpr, GATE: tl.constexpr):
     """beta, G: [C]."""
     p_t += o_c  # [C]
     tl.store(p_t + BETA * C, b_beta)
-    if GATE != "none":
+    if GATE == "scalar":
         b_start = start(b_G, b_G, False)
         _, b_end = whole(b_G, b_G, o_c, C, False)
         m_near = b_G > NEAR

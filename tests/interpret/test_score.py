@@ -8,7 +8,7 @@ from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk, plan_triton, stages_triton_score
 from chunkwise.engine import stages_torch as oracle
-from chunkwise.engine.stages_triton import index
+from chunkwise.engine.stages_triton import index, token_room
 from chunkwise.spec import Gate, Rule, Streams
 
 
@@ -74,6 +74,17 @@ def test_every_share_of_rows_in_reach_gives_the_same_scores(rule, C, reach):
     for other in made[1:]:
         for name, a in made[0].items():
             torch.testing.assert_close(a, other[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [True, False])
+def test_strengths_are_left_to_the_scans(beta):
+    x = draw(Gate.KEY, Rule.DELTA, B=1, dtype=torch.float16, beta=beta)
+    p = posed(x, Gate.KEY, Rule.DELTA, cu=torch.tensor([0, 0, 17, 18, 37]))
+    room = token_room(p, index(p), x.q.device).fill_(float("nan"))
+    stages_triton_score.scores(p, x, index(p), tokens=room)
+    for left, (row, L) in zip(room[:, :, 0], [(0, 16), (16, 1), (17, 1), (18, 16), (34, 3)]):
+        wanted = x.beta[0, row : row + L].mT.float() if beta else torch.ones(p.HV, L)
+        assert torch.equal(left[:, :L], wanted) and not left[:, L:].any()
 
 
 @pytest.mark.parametrize("strong", [0.02, 1.0, 2.0, 200.0])
