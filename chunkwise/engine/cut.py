@@ -48,6 +48,23 @@ def long(rule: Rule, HV: int, K: int, V: int) -> int:
     return min(LONG, 4096) if soon else LONG
 
 
+def parted(rule: Rule, K: int, V: int) -> bool:
+    """Whether a scan in pieces has the same bits side by side and one after the other: see PARTED in kernels/state_pass.py."""
+    return rule is Rule.ADD and max(K, V) <= PARTED
+
+
+PARTED = 64  # channels whose registers hold a state twice
+
+
+def side_by_side(rule: Rule, B: int, HV: int, K: int, V: int, *, packed: bool) -> bool:
+    """Whether pieces are scanned at the same time, which costs a first scan and pays where a card has too little to do; a batch may ask
+    only where the bits are the same."""
+    return packed or not parted(rule, K, V) or B * HV * -(-padded(V) // 64) < ENOUGH
+
+
+ENOUGH = MULTIPROCESSORS  # programs of scans in one piece
+
+
 def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool) -> int:
     """How many sequences are cut, if any are: of packed ones at most so many, which only the device knows."""
     return T // long(rule, HV, K, V) if packed else B

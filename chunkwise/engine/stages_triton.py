@@ -15,7 +15,7 @@ from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
 from ..kernels.token import KINDS
 from ..spec import Gate, Rule, Streams
-from .cut import WHOLE, Cut, long, longest, split
+from .cut import WHOLE, Cut, long, longest, parted, side_by_side, split
 from .launch import descriptor, launch
 from .problem import Problem
 from .stages_triton_split import Carried, carried_room, carry
@@ -240,7 +240,7 @@ def starts(
     carried, room: of `state_pass`. made: what is scanned for good of what comes first in reverse.
     """
     by, reverse = cut(p), do is not None
-    if by == WHOLE:
+    if by == WHOLE or not side_by_side(p.rule, p.B, p.HV, p.K, p.V, packed=p.cu_seqlens is not None):
         return None
     if reverse and p.rule is not Rule.ADD and (carried is None or carried.maps is None):
         raise ValueError("chunkwise engine: a scan backwards was asked for before the one forwards that finds the pieces' maps")
@@ -283,10 +283,14 @@ def scan(
     else:
         M, q, kd, k, decay, _, b = decayed
         e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
-    by = WHOLE if made.carried is None else cut(replace(p, K=p.V, V=p.K) if turned else p)
+    by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0
+    if by != WHOLE and not ends and parted(p.rule, p.K, p.V):
+        parts = 2 if made.carried is None else 1
+    elif made.carried is None:
+        by = WHOLE
     output, store = made.o is not None, store if made.S is not None else 0
     cuts = ends and at.cuts is not None and made.S is None  # nothing for good: all pieces of sequences that are cut, and those alone
-    firsts, others = 0 if rest or cuts else p.N, by.pieces - ends - (not cuts)  # sequences whose first pieces come; pieces of those cut
+    firsts, others = 0 if rest or cuts else p.N, 0 if parts == 2 else by.pieces - ends - (not cuts)  # sequences whose first pieces come; pieces of those cut
     kind = ("_reverse" if reverse else "" if output or ends else "_states") + ("_ends" if ends else "")
     c = config("state_pass" + kind, p if not others else replace(p, N=firsts + at.most * others))
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
@@ -309,7 +313,7 @@ def scan(
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
-        OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
+        PARTED=parts, OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
         TOKENS=tokens is not None,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip

@@ -62,5 +62,5 @@ def carry_kernel(
                 b_S = halved_product(b_S, b_hi, b_lo, b_B)
         else:
             b_kept = tl.load(kept + at * K + o_k, mask=m_k, other=0.0)  # [BK]
-            b_S = b_S * b_kept[None, :] + b_B
+            b_S = tl.fma(b_S, tl.broadcast_to(b_kept[None, :], b_S.shape), b_B)  # as `joined` of state_pass.py
         tl.store(p_S, b_S, mask=m)

@@ -15,6 +15,8 @@ Where the rule adds, dv is the reverse scan's output, and so are dq and dk of sc
 values have changed places: dq forwards with (do, v, k) as (q, k, v), dk in reverse with (do, v, q) as (q, k, do).
 
 A sequence may be scanned in pieces of whole chunks, side by side: see kernels/split.py. With ENDS it is found what pieces make of a state.
+PARTED (rules that add): the state is kept as what a piece began with, less what was forgotten since, and what the piece has added, so that
+a program that scans piece after piece gives the bits of programs that scan them side by side.
 """
 
 import triton
@@ -114,6 +116,31 @@ def four_bits(x):
     return (x & 255).to(tl.int32)
 
 
+@triton.jit
+def joined(b_first, b_kept, b_S, KEY: tl.constexpr):
+    """b_first b_kept + b_S, rounded once: the same bits wherever pieces meet. All [BV, BK], but for b_kept: KEY [BK], else a number."""
+    if KEY:
+        b_kept = b_kept[None, :]
+    return tl.fma(b_first, tl.broadcast_to(b_kept, b_first.shape), b_S)
+
+
+@triton.jit
+def units(c, NC, parts):
+    """Bits 0 to u, of the unit u of a sequence's pieces that chunk c lies in: u + 1 is the first to begin after c."""
+    return (tl.cast(2, tl.int64) << (((c + 1) * parts - 1) // NC)) - 1
+
+
+@triton.jit
+def begins(lengths, pieces):
+    """Bits of the units where pieces begin, but for the first."""
+    bits = tl.cast(0, tl.int64)
+    n = tl.cast(0, tl.int64)
+    for i in range(pieces - 1):
+        n += (lengths >> (4 * i)) & 15
+        bits |= tl.cast(1, tl.int64) << n
+    return bits
+
+
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "lengths", "parts", "order", "firsts", "most", "long"])
 def state_pass_kernel(
     q, e, k, w, v, g, beta, tokens, Tinv, M, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
@@ -130,6 +157,7 @@ def state_pass_kernel(
     SCALED: tl.constexpr,  # in reverse, delta: X is beta U, but for rows of a beta too small
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, REVERSE: tl.constexpr,
     CARRIED: tl.constexpr, ENDS: tl.constexpr,  # the states between pieces are known; last pieces are left out
+    PARTED: tl.constexpr,  # added, no ENDS: 1, a piece a program; 2, all pieces of a sequence; 0: the state is not kept in two parts
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
     TOKENS: tl.constexpr,  # forwards: g and beta are read as the inverse kernel left them, see token.py
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
@@ -188,6 +216,9 @@ def state_pass_kernel(
     before = four_bits(lengths & ((tl.cast(1, tl.int64) << (4 * i_p)) - 1))
     c_0 = NC * before // parts  # the piece is chunks c_0 ... c_end - 1
     c_end = NC * (before + ((lengths >> (4 * i_p)) & 15).to(tl.int32)) // parts
+    if PARTED == 2:
+        c_0 = 0
+        c_end = NC
     if MAP:
         c_end = tl.where((i_j == 0) & (i_v >= NV), c_0, c_end)  # nobody asks what the first piece makes of another state
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
@@ -206,12 +237,17 @@ def state_pass_kernel(
     b_S = tl.zeros([BV, BK], tl.float32)  # the first state; branches here make ptxas run the loop's products one by one
     if INITIAL:
         b_S = tl.load(S0 + i_nh * K * V + o_S, mask=m_vk & (i_j == 0), other=0.0).to(tl.float32)
+    b_first = tl.zeros([BV, BK], tl.float32)  # PARTED: what a piece began with; b_S is what it has added, b_kept what is left of the first
     if CARRIED:
-        b_S += tl.load(states + (i_end - HV) * V * K + o_P, mask=m_vk & (i_j > 0), other=0.0)
+        b_first += tl.load(states + (i_end - HV) * V * K + o_P, mask=m_vk & (i_j > 0), other=0.0)
+        if not PARTED:
+            b_S += b_first
     if MAP:
         b_S += tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # in the further blocks, where v is 0
-    if ENDS and not CORRECTS:
+    if (ENDS and not CORRECTS) or (PARTED and KEY):
         b_kept = tl.full([BK], 1.0, tl.float32)
+    elif PARTED:
+        b_kept = 1.0
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
     if not TOKENS:
         n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
@@ -229,6 +265,9 @@ def state_pass_kernel(
                     b_D = tl.where((o_c[None, :] <= o_c[:, None]) & (h_G > NEAR)[:, None], h_r[:, None] * h_w[None, :], b_D)
                 else:
                     b_D = tl.where((o_c[:, None] <= o_c[None, :]) & (h_G > NEAR)[None, :], h_r[None, :] * h_w[:, None], b_D)
+    if PARTED == 2:
+        b_begins = begins(lengths, pieces)
+        b_units = units(c, NC, parts)
     for i in range(c_end - c_0):
         if REVERSE:
             c = c_end - 1 - i
@@ -290,7 +329,18 @@ def state_pass_kernel(
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
             else:
                 b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, C, True, SCORES, SPLIT, FACTORS, IP).to(dtype)
-        b_s = b_S.to(dtype)
+        if PARTED:
+            b_sum = joined(b_first, b_kept, b_S, KEY)
+            if PARTED == 2:
+                n_units = units(c, NC, parts)
+                new = ((n_units ^ b_units) & b_begins) != 0
+                b_units = n_units
+                b_first = tl.where(new, b_sum, b_first)
+                b_S = tl.where(new, 0.0, b_S)
+                b_kept = tl.where(new, 1.0, b_kept)
+            b_s = b_sum.to(dtype)
+        else:
+            b_s = b_S.to(dtype)
         if STORE:
             if STORE == 1:
                 store_state(S, b_s, slot + c, i_hv, HV, col, o_k, K, V, BK, BV, TMA)
@@ -359,7 +409,7 @@ def state_pass_kernel(
             if DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 
-        if ENDS and not CORRECTS:
+        if (ENDS and not CORRECTS) or PARTED:
             if KEY or DECAY:
                 b_kept *= b_all
         if KEY:
@@ -389,6 +439,8 @@ def state_pass_kernel(
                     tl.store(p_A + K * K, b_lo, mask=m_A)
             elif not CORRECTS:
                 tl.store(kept + i_mid * K + o_k, b_kept, mask=(o_k < K) & (i_v == 0) & (i_j > 0))
+    if PARTED:
+        b_S = joined(b_first, b_kept, b_S, KEY)
     if FINAL:
-        if i_j == pieces - 1:
+        if (i_j == pieces - 1) | (PARTED == 2):
             tl.store(ST + i_nh * K * V + o_S, b_S, mask=m_vk)
