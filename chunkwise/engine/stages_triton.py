@@ -226,27 +226,27 @@ def state_pass(
         early = made if reverse and p.rule is not Rule.ADD else None  # the first scan does a whole one's work, and may keep a first piece
         carried = starts(p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store, tokens=tokens)
     made = made._replace(carried=carried)
-    rest = carried is not None and early is not None
-    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, rest=rest, tokens=tokens)
+    later = carried is not None and early is not None
+    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, later=later, tokens=tokens)
 
 
 def starts(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, carried: Carried | None = None, room: Tensor | None = None, made: Scan | None = None, store: int = 0,
-    tokens: Tensor | None = None,
+    tokens: Tensor | None = None, rest: float = 1.0,
 ) -> Carried | None:  # fmt: skip
     """Where pieces begin: the states between them, in reverse the gradients of those; None where sequences go whole.
 
-    carried, room: of `state_pass`. made: what is scanned for good of what comes first in reverse.
+    carried, room: of `state_pass`. made: what is scanned for good of what comes first in reverse. rest: of `scan`.
     """
     by, reverse = cut(p), do is not None
-    if by == WHOLE or not side_by_side(p.rule, p.B, p.HV, p.K, p.V, packed=p.cu_seqlens is not None):
+    if by == WHOLE or not side_by_side(p.gate, p.rule, p.dtype, p.B, p.HV, p.K, p.V, packed=p.cu_seqlens is not None):
         return None
     if reverse and p.rule is not Rule.ADD and (carried is None or carried.maps is None):
         raise ValueError("chunkwise engine: a scan backwards was asked for before the one forwards that finds the pieces' maps")
     found = carried_room(p, by, at.most, x.q.device, room, None if carried is None else carried.maps)
     made = (made or Scan())._replace(carried=found)
-    scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True, tokens=tokens)
+    scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True, tokens=tokens, rest=rest)
     carry(p, by, found, at.cuts, solves(p), reverse=reverse)
     return found
 
@@ -264,13 +264,14 @@ def scan_room(p: Problem, at: Index, device: torch.device, *, final: bool, outpu
 
 def scan(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
-    do: Tensor | None = None, made: Scan, store: int = 0, ends: bool = False, rest: bool = False, turned: bool = False,
-    tokens: Tensor | None = None,
+    do: Tensor | None = None, made: Scan, store: int = 0, ends: bool = False, later: bool = False, turned: bool = False,
+    tokens: Tensor | None = None, rest: float = 1.0,
 ) -> Scan:  # fmt: skip
     """One launch of the state pass over all pieces of each sequence, from the states that `made` carries; fills `made`.
 
-    ends: over all but the last, to find what they make of any state; what is to be filled is of the first alone. rest: over all but the
+    ends: over all but the last, to find what they make of any state; what is to be filled is of the first alone. later: over all but the
     first. turned: keys and values have changed places in p and x, but not in states: q and k have p.HV heads, v has p.H.
+    rest: what of the scale multiplies the output, not `do`, reversed where the rule adds; see `stages_triton_grad.scanned`.
     """
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
     low_rank = p.rule is Rule.DPLR
@@ -283,14 +284,15 @@ def scan(
     else:
         M, q, kd, k, decay, _, b = decayed
         e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
-    by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0
-    if by != WHOLE and not ends and parted(p.rule, p.K, p.V):
+    by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0  # parts of a state: see PARTED
+    if by != WHOLE and not ends and parted(p.gate, p.rule, p.dtype, p.K, p.V):
         parts = 2 if made.carried is None else 1
     elif made.carried is None:
         by = WHOLE
     output, store = made.o is not None, store if made.S is not None else 0
     cuts = ends and at.cuts is not None and made.S is None  # nothing for good: all pieces of sequences that are cut, and those alone
-    firsts, others = 0 if rest or cuts else p.N, 0 if parts == 2 else by.pieces - ends - (not cuts)  # sequences whose first pieces come; pieces of those cut
+    firsts = 0 if later or cuts else p.N  # sequences whose first pieces, or all, come
+    others = 0 if parts == 2 else by.pieces - ends - (not cuts)  # pieces of those cut
     kind = ("_reverse" if reverse else "" if output or ends else "_states") + ("_ends" if ends else "")
     c = config("state_pass" + kind, p if not others else replace(p, N=firsts + at.most * others))
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
@@ -309,12 +311,12 @@ def scan(
         state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
         q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), y, T, M, decay,
         *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
-        sk, sv, p.T, p.HV, p.scale, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, at.long,
+        sk, sv, p.T, p.HV, p.scale, rest, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, at.long,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
-        PARTED=parts, OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, REVERSE=reverse, STORE=store, TURNED=turned, TMA=tma,
-        TOKENS=tokens is not None,
+        OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, PARTED=parts, REVERSE=reverse, STORE=store, TURNED=turned,
+        TMA=tma, TOKENS=tokens is not None,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

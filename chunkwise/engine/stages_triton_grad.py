@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import frexp, isfinite, ldexp
 
 import torch
 from torch import Tensor
@@ -138,16 +139,21 @@ def scanned(
     """Gradients of every stream, in its dtype and shape, and of the initial state: no states but those between pieces are stored.
 
     carried: those, of a scan forwards.
+    Reversed, the scale's power of two multiplies do (or, turned, q) and the rest of it the outputs: no digit of a product's operands
+    is lost, so turned scans find the very states that those of dv leave between pieces.
     """
-    ahead, back = carried or stages.starts(p, x, at, S0), stages.starts(p, x, at, dST, do=do)
+    m, e = frexp(p.scale)
+    scale, rest = (ldexp(1.0, e - 1), 2 * m) if m and isfinite(m) else (p.scale, 1.0)
+    mirrored = replace(p, scale=scale)
+    ahead, back = carried or stages.starts(p, x, at, S0), stages.starts(mirrored, x, at, dST, do=do, rest=rest)
     turned, y = replace(p, K=p.V, V=p.K), x._replace(q=do, k=x.v, v=x.k)
 
     def room(p: Problem, way: Carried | None, final: bool, turned: bool) -> stages.Scan:
         return stages.scan_room(p, at, do.device, final=final, output=True, store=0, turned=turned)._replace(carried=way)
 
     dq = stages.scan(turned, y, at, S0, made=room(turned, ahead, False, True), turned=True)
-    dv = stages.scan(p, x, at, dST, do=do, made=room(p, back, S0 is not None, False))
-    dk = stages.scan(turned, y, at, dST, do=x.q, made=room(turned, back, False, True), turned=True)
+    dv = stages.scan(mirrored, x, at, dST, do=do, made=room(p, back, S0 is not None, False), rest=rest)
+    dk = stages.scan(replace(turned, scale=scale), y, at, dST, do=x.q, made=room(turned, back, False, True), turned=True, rest=rest)
     return Streams(summed(given(dq.o), x.q), summed(given(dk.o), x.k), given(dv.o)), dv.ST
 
 

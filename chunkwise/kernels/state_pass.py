@@ -147,7 +147,7 @@ def state_pass_kernel(
     o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], maps as in split.py, [most, pieces - 2, HV, K]
     sk, sv,  # rows of q, e, k and of v are so far apart
-    T, HV, scale,
+    T, HV, scale, rest,  # rest: of the scale, what multiplies o and ST instead of do, in reverse where the rule adds
     pieces, lengths, parts,  # of a sequence that is cut; their lengths, 4 bits each, and what they sum to
     order,  # pieces of sequences cut, in the order of the scan, as their programs come; 4 bits each
     firsts, most, long,  # sequences whose first piece is scanned: all or none; that are cut, at most; packed: tokens from which one is
@@ -237,6 +237,8 @@ def state_pass_kernel(
     b_S = tl.zeros([BV, BK], tl.float32)  # the first state; branches here make ptxas run the loop's products one by one
     if INITIAL:
         b_S = tl.load(S0 + i_nh * K * V + o_S, mask=m_vk & (i_j == 0), other=0.0).to(tl.float32)
+        if REVERSE and not CORRECTS:
+            b_S /= rest
     b_first = tl.zeros([BV, BK], tl.float32)  # PARTED: what a piece began with; b_S is what it has added, b_kept what is left of the first
     if CARRIED:
         b_first += tl.load(states + (i_end - HV) * V * K + o_P, mask=m_vk & (i_j > 0), other=0.0)
@@ -360,6 +362,7 @@ def state_pass_kernel(
                     b_x *= b_end[None, :]
                 b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
                 if not DELTA:
+                    b_x *= rest
                     store_chunk(o, b_x.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
@@ -442,5 +445,7 @@ def state_pass_kernel(
     if PARTED:
         b_S = joined(b_first, b_kept, b_S, KEY)
     if FINAL:
+        if REVERSE and not CORRECTS:
+            b_S *= rest
         if (i_j == pieces - 1) | (PARTED == 2):
             tl.store(ST + i_nh * K * V + o_S, b_S, mask=m_vk)

@@ -41,7 +41,7 @@ def check(monkeypatch, gate, rule, cut: Cut, *, C=16, long=0, cu=None, S0=True, 
     launch = stages_triton.scan
 
     def noted(*args, **options):
-        launched.append("ends" if options.get("ends") else "rest" if options.get("rest") else "all")
+        launched.append("ends" if options.get("ends") else "rest" if options.get("later") else "all")
         return launch(*args, **options)
 
     monkeypatch.setattr(stages_triton, "scan", noted)
@@ -106,18 +106,18 @@ def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
 @pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY])
 @pytest.mark.parametrize("cut", [Cut((2, 1, 1)), even(8)], ids=["3 pieces", "more pieces than chunks"])
 def test_pieces_one_after_the_other_have_the_bits_of_pieces_side_by_side(monkeypatch, gate, cut):
-    """What rules add is scanned as a card has room: a sample's bits ask nothing of its batch."""
+    """What rules add is scanned as a card has room: a sample's bits ask nothing of its batch. The scale is no power of two."""
     monkeypatch.setattr(cuts, "LONG", 40)
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: cut)
     monkeypatch.setattr(stages_triton_grad, "ENOUGH", 1)
-    x = draw(gate, Rule.ADD, B=2, T=72, H=1, n=2)
+    x = draw(gate, Rule.ADD, B=2, T=72, H=1, n=2, K=24, V=40, dtype=torch.float16)
     p = posed(x, gate, Rule.ADD)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), *torch.randn(2, p.N, p.HV, p.K, p.V)
     made, launched, launch = [], [], stages_triton.scan
     monkeypatch.setattr(stages_triton, "scan", lambda *args, **options: launched.append(options.get("ends")) or launch(*args, **options))
     for enough in (1000, 0):
-        monkeypatch.setattr(cuts, "ENOUGH", enough)
+        monkeypatch.setattr(cuts, "BUSY", enough)
         launched.clear()
         made.append(both(p, x, S0, do, dST, plan_triton))
         assert any(launched) == (enough > 0)
