@@ -103,7 +103,7 @@ def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
             assert torch.equal(alone[name], t[i : i + 1] if name in ("ST", "dS0") else t[:, rows]), f"{name} of sequence {i}"
 
 
-@pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR, Gate.KEY])
 @pytest.mark.parametrize("cut", [Cut((2, 1, 1)), even(8)], ids=["3 pieces", "more pieces than chunks"])
 def test_pieces_one_after_the_other_have_the_bits_of_pieces_side_by_side(monkeypatch, gate, cut):
     """What rules add is scanned as a card has room: a sample's bits ask nothing of its batch. The scale is no power of two."""
