@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from chunkwise.bench.autotuner import BEST, build_side_by_side, tune_in_turns
+from chunkwise.bench.measure import Bench
 from chunkwise.bench.turn import turn
+from chunkwise.cli import main
 
 
 def test_whoever_times_waits_for_those_who_warm_up(tmp_path):
@@ -131,3 +134,33 @@ def test_an_autotuner_may_be_offered_few_candidates(monkeypatch):
     for offered, kept in ((2, [0, 1]), (3, [0, 1, 2]), (8, [0, 2, 5])):
         tuner.configs = [Config(dict(BLOCK=b)) for b in range(offered)]
         assert [c.kwargs["BLOCK"] for c in tuner.prune_configs({})] == kept
+
+
+def test_all_cases_are_warm_before_the_first_is_timed(tmp_path, monkeypatch):
+    """So that processes which share a device build side by side, and nothing is built beside what is timed. One that fails is out."""
+    lock, order = tmp_path / "lock", []
+
+    def warm(bench: Bench) -> None:
+        if free(lock):
+            order.append("somebody else may time")
+        order.append(f"warm {bench.c.op}")
+        if bench.c.op == "kda":
+            raise RuntimeError("does not build")
+
+    monkeypatch.setattr(Bench, "warm", warm)
+    monkeypatch.setattr(Bench, "rows", lambda bench: iter([order.append(f"rows {bench.c.op}")][:0]))
+    with pytest.raises(SystemExit):
+        main(["bench", "gla", "kda", "retention", "--device", "cpu", "--shape", "1,8,1,1,4,4", "--turns", str(lock)])
+    assert order == ["warm gla", "warm kda", "warm retention", "rows gla", "rows retention"]
+
+
+def free(lock: Path) -> bool:
+    """Whether a turn alone is to be had."""
+    import fcntl
+
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

@@ -159,17 +159,20 @@ class Bench:
         self.lock, self.warm_seconds, self.shortlist, self.say = lock, warm_seconds, shortlist, say
         self.absent: dict[str, str] = {}
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for every side and pass, as they are done. Warming up may go on beside other processes, proving and timing not."""
-        c = self.c
+    def warm(self) -> None:
+        """First calls of all sides: compilers and autotuners. May go on beside other processes that warm up, inside their turn."""
         if self.lock is not None and self.device.type == "cuda":
             share(self.lock, self.shortlist)
-        with turn(self.lock, alone=False):
-            x = draw(c, self.device)
+        self._works(draw(self.c, self.device))
+        free(self.device)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for every side and pass, as they are done: proved and timed alone."""
+        with turn(self.lock, alone=True):
+            x = draw(self.c, self.device)
             works = self._works(x)
             free(self.device)
-        with turn(self.lock, alone=True):
-            proof = prove(c, x, any(PASSES[p] for p in self.passes))
+            proof = prove(self.c, x, any(PASSES[p] for p in self.passes))
             for p in self.passes:
                 yield from self._pass(p, x, works, proof if PASSES[p] else proof.outputs())
 
@@ -179,7 +182,7 @@ class Bench:
             self._first(OURS, works[OURS])
         for name in self.peers:
             module = library.peers()[name]
-            why = module.available() or module.supports(self.c)
+            why = self.absent.get(name) or module.available() or module.supports(self.c)
             if not why:
                 try:
                     made = library.work(module, self.c, x)
@@ -188,7 +191,7 @@ class Bench:
                     works[name] = made
                 except Exception as error:
                     why = reason(error)
-            if why:
+            if why and name not in self.absent:
                 self.absent[name] = why
                 self.say(f"{name}: absent: {why}")
             free(self.device)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .refusal import Failure, Refusal, refusing
+
+if TYPE_CHECKING:
+    from chunkwise.bench.case import Case
+    from chunkwise.bench.measure import Bench
 
 RESULTS = Path("bench/results")
 TABLES = (Path("README.md"), Path("docs/decode.md"), Path("docs/modules.md"), Path("docs/speed.md"))
@@ -38,7 +43,7 @@ def bench(
     threads: Annotated[int, typer.Option(help="CPU threads; 0: PyTorch's own choice.")] = 0,
     repeat: Annotated[int, typer.Option(help="Rounds; 0: what fits into a second or so.")] = 0,
     first_call: Annotated[bool, typer.Option("--first-call", help="Instead: seconds of a first call in a fresh process.")] = False,
-    turns: Annotated[Path | None, typer.Option(help="A lock file: processes that share it build side by side and time one by one.")] = None,
+    turns: Annotated[Path | None, typer.Option(help="A lock file: processes that share it build side by side, then time in turn.")] = None,
     warm_seconds: Annotated[float, typer.Option(help="Give up on a peer whose first calls take longer; 0: never.")] = 0,
     shortlist: Annotated[Path | None, typer.Option(help="With --turns: a Triton cache whose best candidates a peer's tuner tries.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder the rows are added to, <device>/<day>.jsonl.")] = None,
@@ -52,6 +57,7 @@ def bench(
     from chunkwise.bench.measure import OURS, Bench, select
     from chunkwise.bench.record import append, load
     from chunkwise.bench.table import fill, latest, show
+    from chunkwise.bench.turn import turn
     from chunkwise.spec import all_ops
 
     if table:
@@ -97,20 +103,36 @@ def bench(
         return
     done: list[dict[str, Any]] = []
     failed: list[str] = []
-    for c in cases:
-        say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
-        try:
-            b = Bench(
-                c, where, peers, passes=passes, rounds=repeat or None, say=say,
-                lock=turns, warm_seconds=warm_seconds or None, shortlist=shortlist,
-            )  # fmt: skip
-            for row in b.rows():
-                done.append(row)
-                if out is not None:
-                    append(out, [row])
-        except Exception as error:  # a device that fails or is full, a kernel that does not build: the other cases go on
-            failed.append(f"{c.op} {c.shape}")
-            say(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def beginning(c: Case) -> Bench:
+        return Bench(
+            c, where, peers, passes=passes, rounds=repeat or None, say=lambda line: print(f"{c.op} {c.shape}: {line}", flush=True),
+            lock=turns, warm_seconds=warm_seconds or None, shortlist=shortlist,
+        )  # fmt: skip
+
+    def each(benches: list[Bench], work: Callable[[Bench], None]) -> list[Bench]:
+        """Those whose work came to its end."""
+        good = []
+        for b in benches:
+            try:
+                work(b)
+                good.append(b)
+            except Exception as error:  # a device that fails or is full, a kernel that does not build: the other cases go on
+                failed.append(f"{b.c.op} {b.c.shape}")
+                b.say(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return good
+
+    def measure(b: Bench) -> None:
+        for row in b.rows():
+            done.append(row)
+            if out is not None:
+                append(out, [row])
+
+    benches = [beginning(c) for c in cases]
+    if turns is not None:
+        with turn(turns, alone=False):  # nobody times before all are warm
+            benches = each(benches, Bench.warm)
+    each(benches, measure)
     if done:
         show(done)
     failed += [f"{r['case']['op']} {r['case']['shape']} {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
