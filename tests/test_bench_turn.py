@@ -55,6 +55,8 @@ def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch
     tuner = Autotuner.__new__(Autotuner)
     assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
     assert held == [False, True]
+    tuner.offered = 1  # an earlier run chose
+    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [0, 0, 0] and held == [False, True, False]
 
 
 def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):

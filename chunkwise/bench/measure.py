@@ -169,6 +169,8 @@ class Bench:
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row for every side and pass, as they are done: proved and timed alone."""
         with turn(self.lock, alone=True):
+            free(self.device)
+            gc.freeze()  # what libraries keep: looking it through took half of a row's time, at every `free` and capture
             x = draw(self.c, self.device)
             works = self._works(x)
             free(self.device)
