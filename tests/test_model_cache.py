@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from model_case import build, cache_of, config, flat, gradients, ids, kinds, recurrent_kinds, wide
+from model_case import KINDS, build, cache_of, config, flat, gradients, ids, kinds, recurrent_kinds, wide
 from nn_agreement import agree
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -86,6 +86,20 @@ def test_both_names_of_the_cache_argument_work_and_not_together():
     assert torch.equal(a, b)
     with pytest.raises(ValueError, match="older name of cache"):
         model(x, cache=DynamicCache(), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "hybrid"])
+def test_a_compiled_step_goes_on_from_a_cache_as_any_other(kind):
+    torch._dynamo.reset()
+    model, x = build(**KINDS[kind]), ids(2, 12)
+    compiled, outputs = torch.compile(model, fullgraph=True, backend="eager"), []
+    with torch.no_grad():
+        for step in (compiled, model):
+            out = model(x[:, :9], use_cache=True)
+            for t in range(9, 12):
+                out = step(x[:, t : t + 1], use_cache=True, **{CACHE_FIELD: cache_of(out)})
+                outputs.append(out.logits)
+    assert all(map(torch.equal, outputs[:3], outputs[3:]))
 
 
 def test_cropping_is_refused_clearly_and_a_copy_returns():
