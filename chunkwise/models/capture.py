@@ -124,7 +124,7 @@ class Captured:
 
     def restless(self, places: tuple[int, ...]) -> dict[str, int]:
         """Parameters and buffers that lie elsewhere though no graph has been replayed twice; how often in a row."""
-        if self.age > 4 or len(places) != len(self.places):
+        if self.age > 3 or len(places) != len(self.places):
             return {}
         names = (n for listed in (self.model.named_parameters(), self.model.named_buffers()) for n, _ in listed)
         return {n: self.moved.get(n, 0) + 1 for n, a, b in zip(names, places[1:], self.places[1:]) if a != b}
