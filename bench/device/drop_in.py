@@ -4,8 +4,9 @@
     python bench/device/drop_in.py --together            the same in one process, which patches and unpatches the layer
     python bench/device/drop_in.py --sizes 1x256 --dtype float32 --device cpu --rounds 1 --sides ours,fallback
 
-Sides: ours (the drop-in), fla (fla-core's operator, transformers' convolution: what a user of both has), fla+conv (fla-core's operator, our
-convolution: the operators alone differ), fallback (transformers alone). Errors are relative, against the layer in float64.
+Sides: ours (the drop-in), fla (fla-core's operator, the convolution of causal_conv1d where it is installed, else transformers' own: what a
+user of these has), fla+conv (fla-core's operator, our convolution: the operators alone differ), fallback (transformers alone). Errors are
+relative, against the layer in float64.
 """
 
 from __future__ import annotations
@@ -143,13 +144,14 @@ def sides(a) -> None:
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
             with bound(name, a) as modeling:
-                operator = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["implementation"]
+                names = dict(operator=modeling.torch_chunk_gated_delta_rule, convolution=modeling.causal_conv1d_fn)
+                parts = {n: inspect.getclosurevars(f).nonlocals["implementation"].__module__ for n, f in names.items()}
                 for size in a.sizes.split(","):
                     low, (B, T) = copy.deepcopy(model).to(getattr(torch, a.dtype)), map(int, size.split("x"))
                     torch.manual_seed(1)
                     x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
                     for way in (measure, *[compiled] * (a.compile and name == "ours" and round_ == 0)):
-                        line = {"side": name, "dtype": a.dtype, "operator": operator.__module__, "torch": torch.__version__}
+                        line = {"side": name, "dtype": a.dtype, **parts, "torch": torch.__version__}
                         way(line | {"hidden": a.hidden, "B": B, "T": T}, low, x, a, round_ == 0)
 
 
