@@ -67,98 +67,23 @@ def inside(t0, first, R, T, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def conv_rows(
-    x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, t0, o_d, m_d, b_w, b_b, past,
-    KNOWN: tl.constexpr, U: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """U rows from t0 on; past: rows t - (W - 1) to t - 1. KNOWN: row t0 + u is at least row KNOWN + u of its sequence, -1: who knows."""
-    new = ()
-    p_x, p_y = x + t0.to(tl.int64) * sx + o_d, y + t0.to(tl.int64) * sy + o_d
-    for u in tl.static_range(U):
-        new = new + (tl.load(p_x + u * sx, mask=m_d & (t0 + u < R), other=0.0),)
-    n_0 = t0 - beginning(t0, first, R, T, PACKED)
-    p_state = state
-    for u in tl.static_range(U):
-        t = t0 + u
-        n = t - beginning(t, first, R, T, PACKED) if KNOWN < 0 else n_0 + u
-        if STATE:
-            p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
-        b_x = new[u].to(tl.float32)
-        b_z = b_b
-        for j in tl.static_range(W - 1):
-            b_z += b_w[j] * seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, KNOWN >= 0 and KNOWN + u >= W - 1 - j)
-        b_z += b_w[W - 1] * b_x
-        if SILU:
-            b_z *= squash(b_z)
-        m = m_d & (t < R)
-        if RESIDUAL:
-            b_z += tl.load(residual + t.to(tl.int64) * sr + o_d, mask=m, other=0.0).to(tl.float32)
-        tl.store(p_y + u * sy, b_z.to(y.dtype.element_ty), mask=m)
-        past = past[1:] + (b_x,)
-    return past
-
-
-@triton.jit(do_not_specialize=["R"])
-def conv_kernel(
-    x, weight, bias, residual, state, first, sequence, y, y1, y2, sx, sr, sy, sy1, sy2, E1, E2, R, T, D, L,
-    W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """y = act(conv(x) + bias) + residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded at a time.
-
-    PARTS: channels from E1 on go to y1, those from E2 on to y2; both are multiples of BD.
-    """
-    start = tl.program_id(0) * L
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    if PARTS:
-        if tl.program_id(1) * BD >= E2:
-            y = y2 - E2
-            sy = sy2
-        elif tl.program_id(1) * BD >= E1:
-            y = y1 - E1
-            sy = sy1
-    b_w = columns(weight, o_d, m_d, W)
-    b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
-    past = ()
-    for j in tl.static_range(W - 1):
-        t = start - (W - 1) + j
-        past = past + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t >= 0), other=0.0).to(tl.float32),)
-    for i in range(0, L, U):
-        if ALIGNED:
-            past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
-                0, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
-            )  # fmt: skip
-        elif inside(start + i, first, R, T, U, W, PACKED):
-            past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
-                W - 1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
-            )  # fmt: skip
-        else:
-            past = conv_rows(
-                x, bias, residual, state, first, sequence, y, sx, sr, sy, R, T, D, start + i, o_d, m_d, b_w, b_b, past,
-                -1, U, W, PACKED, STATE, BIAS, RESIDUAL, SILU,
-            )  # fmt: skip
-
-
-@triton.jit
-def grad_rows(
-    x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, t0, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
+    x, whole, part, state, dlast, first, sequence, offsets, sx, sw, sp, R, T, D, start, t0, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
     KNOWN: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from t0 on. owed: what rows t - (W - 1) to t - 1 have of their gradients; each is stored with the last row that saw it.
+    """ROWS rows from t0 on; past: rows t - (W - 1) to t - 1. KNOWN: row t0 + u is at least row KNOWN + u of its sequence, -1: who knows.
 
-    KNOWN: as in conv_rows. OWN: the rows are the program's own, and count for the gradients of weight and bias.
+    GRAD: owed is what rows t - (W - 1) to t - 1 have of their gradients; each is stored with the last row that saw it. OWN: the rows are
+    the program's own, and count for the gradients of weight and bias.
     """
     new, up = (), ()
-    p_x, p_dy = x + t0.to(tl.int64) * sx + o_d, dy + t0.to(tl.int64) * sy + o_d
-    p_dx = dx + (t0 - (W - 1)).to(tl.int64) * D + o_d
+    p_x, p_p = x + t0.to(tl.int64) * sx + o_d, part + t0.to(tl.int64) * sp + o_d
+    p_w = whole + (t0 - (W - 1 if GRAD else 0)).to(tl.int64) * sw + o_d
     for u in tl.static_range(ROWS):
         m = m_d & (t0 + u < R)
         new = new + (tl.load(p_x + u * sx, mask=m, other=0.0),)
-        up = up + (tl.load(p_dy + u * sy, mask=m, other=0.0),)
+        if GRAD:
+            up = up + (tl.load(p_p + u * sp, mask=m, other=0.0),)
     n_0 = t0 - beginning(t0, first, R, T, PACKED)
     p_state = state
     for u in tl.static_range(ROWS):
@@ -167,56 +92,68 @@ def grad_rows(
         if STATE:
             p_state = state + number(t, sequence, R, T, PACKED) * D * (W - 1)
         b_x = new[u].to(tl.float32)
-        b_dz = up[u].to(tl.float32)
         see = ()
         for j in tl.static_range(W - 1):
             sure = KNOWN >= 0 and KNOWN + u >= W - 1 - j
             see = see + (seen(past[j], W - 1 - j, n, p_state, o_d, m_d & (t < R), W, STATE, sure),)
         see = see + (b_x,)
-        if SILU:
+        past = past[1:] + (b_x,)
+        if SILU or not GRAD:
             b_z = b_b
             for j in tl.static_range(W):
                 b_z += b_w[j] * see[j]
+        if SILU:
             b_s = squash(b_z)
-            b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
-        if OWN:
-            sums = ()
-            for j in tl.static_range(W):
-                sums = sums + (b_dw[j] + b_dz * see[j],)
-            b_dw = sums
-            if BIAS:
-                b_db += b_dz
-        rest = ()
-        for j in tl.static_range(W - 1):
-            b_to = b_dz if KNOWN >= 0 and KNOWN + u >= W - 1 - j else tl.where(n >= W - 1 - j, b_dz, 0.0)
-            rest = rest + (owed[j] + b_w[j] * b_to,)
-        r = t - (W - 1)
-        m = m_d & (r >= start) & (r < R)
-        b_d = rest[0]
-        if LAST and KNOWN < W - 1:
-            i_n = number(tl.maximum(r, 0), sequence, R, T, PACKED)
-            if PACKED:
-                end = tl.load(offsets + i_n + 1, mask=r < R, other=0).to(tl.int32)
-            else:
-                end = (r // T + 1) * T
-            c = W - 1 - (end - r)
-            b_d += tl.load(dlast + (i_n * D + o_d) * (W - 1) + c, mask=m & (c >= 0), other=0.0).to(tl.float32)
-        tl.store(p_dx + u * D, b_d.to(dx.dtype.element_ty), mask=m)
-        owed = rest[1:] + (b_w[W - 1] * b_dz,)
-        past = past[1:] + (b_x,)
+        if GRAD:
+            b_dz = up[u].to(tl.float32)
+            if SILU:
+                b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+            if OWN:
+                sums = ()
+                for j in tl.static_range(W):
+                    sums = sums + (b_dw[j] + b_dz * see[j],)
+                b_dw = sums
+                if BIAS:
+                    b_db += b_dz
+            rest = ()
+            for j in tl.static_range(W - 1):
+                b_to = b_dz if KNOWN >= 0 and KNOWN + u >= W - 1 - j else tl.where(n >= W - 1 - j, b_dz, 0.0)
+                rest = rest + (owed[j] + b_w[j] * b_to,)
+            owed = rest[1:] + (b_w[W - 1] * b_dz,)
+            r = t - (W - 1)
+            m = m_d & (r >= start) & (r < R)
+            b_d = rest[0]
+            if LAST and KNOWN < W - 1:
+                i_n = number(tl.maximum(r, 0), sequence, R, T, PACKED)
+                if PACKED:
+                    end = tl.load(offsets + i_n + 1, mask=r < R, other=0).to(tl.int32)
+                else:
+                    end = (r // T + 1) * T
+                c = W - 1 - (end - r)
+                b_d += tl.load(dlast + (i_n * D + o_d) * (W - 1) + c, mask=m & (c >= 0), other=0.0).to(tl.float32)
+            tl.store(p_w + u * sw, b_d.to(whole.dtype.element_ty), mask=m)
+        else:
+            m = m_d & (t < R)
+            if SILU:
+                b_z *= b_s
+            if RESIDUAL:
+                b_z += tl.load(p_w + u * sw, mask=m, other=0.0).to(tl.float32)
+            tl.store(p_p + u * sp, b_z.to(part.dtype.element_ty), mask=m)
     return past, owed, b_dw, b_db
 
 
 @triton.jit(do_not_specialize=["R"])
-def conv_grad_kernel(
-    x, weight, bias, dy, dy1, dy2, state, dlast, first, sequence, offsets, dx, dweight, sx, sy, sy1, sy2, E1, E2, R, T, D, L,
+def conv_kernel(
+    x, weight, bias, whole, part, part1, part2, state, dlast, first, sequence, offsets, dweight, sx, sw, sp, sp1, sp2, E1, E2, R, T, D, L,
     W: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, PARTS: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, PARTS: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, weight and bias. dlast [N, D, W - 1]: the incoming gradient of the final state. Grid as in conv_kernel.
+    """y = act(conv(x) + bias) + residual: part is y, whole the residual. Grid (pieces of L rows, blocks of BD channels); U rows are loaded
+    at a time.
 
-    dweight: [pieces, W + BIAS, D] fp32, each piece's own sum; the bias's comes last. PARTS: dy1 is dy of the channels from E1 on, dy2 of
-    those from E2 on, both multiples of BD.
+    GRAD: gradients of x, weight and bias: part is dy, whole dx; dlast [N, D, W - 1]: the incoming gradient of the final state; dweight
+    [pieces, W + BIAS, D] fp32: each piece's own sum, the bias's last.
+    PARTS: part1 is part of the channels from E1 on, part2 of those from E2 on; both are multiples of BD.
     """
     i_l = tl.program_id(0)
     start = i_l * L
@@ -224,45 +161,45 @@ def conv_grad_kernel(
     m_d = o_d < D
     if PARTS:
         if tl.program_id(1) * BD >= E2:
-            dy = dy2 - E2
-            sy = sy2
+            part = part2 - E2
+            sp = sp2
         elif tl.program_id(1) * BD >= E1:
-            dy = dy1 - E1
-            sy = sy1
+            part = part1 - E1
+            sp = sp1
     b_w = columns(weight, o_d, m_d, W)
     b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
     b_db = tl.zeros([BD], tl.float32)
-    past, owed, b_dw = (), (), (tl.zeros([BD], tl.float32),)
+    past, owed, b_dw = (), (), (b_db,)
     for j in tl.static_range(W - 1):
         t = start - (W - 1) + j
         past = past + (tl.load(x + t.to(tl.int64) * sx + o_d, mask=m_d & (t >= 0), other=0.0).to(tl.float32),)
-        owed = owed + (tl.zeros([BD], tl.float32),)
-        b_dw = b_dw + (tl.zeros([BD], tl.float32),)
+        owed, b_dw = owed + (b_db,), b_dw + (b_db,)
     for i in range(0, L, U):
         if ALIGNED:
-            past, owed, b_dw, b_db = grad_rows(
-                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
-                b_db, 0, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            past, owed, b_dw, b_db = conv_rows(
+                x, whole, part, state, dlast, first, sequence, offsets, sx, sw, sp, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past,
+                owed, b_dw, b_db, 0, U, True, W, PACKED, STATE, LAST, BIAS, RESIDUAL, SILU, GRAD,
             )  # fmt: skip
         elif inside(start + i, first, R, T, U, W, PACKED):
-            past, owed, b_dw, b_db = grad_rows(
-                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
-                b_db, W - 1, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            past, owed, b_dw, b_db = conv_rows(
+                x, whole, part, state, dlast, first, sequence, offsets, sx, sw, sp, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past,
+                owed, b_dw, b_db, W - 1, U, True, W, PACKED, STATE, LAST, BIAS, RESIDUAL, SILU, GRAD,
             )  # fmt: skip
         else:
-            past, owed, b_dw, b_db = grad_rows(
-                x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past, owed, b_dw,
-                b_db, -1, U, True, W, PACKED, STATE, LAST, BIAS, SILU,
+            past, owed, b_dw, b_db = conv_rows(
+                x, whole, part, state, dlast, first, sequence, offsets, sx, sw, sp, R, T, D, start, start + i, o_d, m_d, b_w, b_b, past,
+                owed, b_dw, b_db, -1, U, True, W, PACKED, STATE, LAST, BIAS, RESIDUAL, SILU, GRAD,
             )  # fmt: skip
-    grad_rows(
-        x, dy, state, dlast, first, sequence, offsets, dx, sx, sy, R, T, D, start, start + L, o_d, m_d, b_w, b_b, past, owed, b_dw, b_db,
-        0 if ALIGNED and U >= W - 1 else -1, W - 1, False, W, PACKED, STATE, LAST, BIAS, SILU,
-    )  # fmt: skip
-    p_dw = dweight + i_l.to(tl.int64) * (W + BIAS) * D + o_d
-    for j in tl.static_range(W):
-        tl.store(p_dw + j * D, b_dw[j], mask=m_d)
-    if BIAS:
-        tl.store(p_dw + W * D, b_db, mask=m_d)
+    if GRAD:
+        conv_rows(
+            x, whole, part, state, dlast, first, sequence, offsets, sx, sw, sp, R, T, D, start, start + L, o_d, m_d, b_w, b_b, past, owed,
+            b_dw, b_db, 0 if ALIGNED and U >= W - 1 else -1, W - 1, False, W, PACKED, STATE, LAST, BIAS, RESIDUAL, SILU, GRAD,
+        )  # fmt: skip
+        p_dw = dweight + i_l.to(tl.int64) * (W + BIAS) * D + o_d
+        for j in tl.static_range(W):
+            tl.store(p_dw + j * D, b_dw[j], mask=m_d)
+        if BIAS:
+            tl.store(p_dw + W * D, b_db, mask=m_d)
 
 
 @triton.jit

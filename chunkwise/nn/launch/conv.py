@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.conv import conv_grad_kernel, conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel
+from ...kernels.conv import conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel
 from ..packing import sequence_index
 from .row import rows, start
 
@@ -26,6 +26,10 @@ class Place(NamedTuple):
     first: Tensor | None = None  # [R] int32
     sequence: Tensor | None = None  # [R] int32
     offsets: Tensor | None = None  # [N + 1]
+
+    def tables(self, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What kernels are given of them; `none` stands for one there is not."""
+        return tuple(none if t is None else t for t in (self.first, self.sequence, self.offsets))  # type: ignore[return-value]
 
 
 def place(x: Tensor, offsets: Tensor | None, first: Tensor | None) -> Place:
@@ -69,16 +73,16 @@ def forward(
         L = _pieces(R, D, BD, AHEAD, PIECE)
         start(
             conv_kernel, (-(-R // L), -(-D // BD)),
-            a, weight, x if bias is None else bias, r, past, a if at.first is None else at.first, a if at.sequence is None else at.sequence,
-            y, y1, y2, sx, sr, y.shape[2], y1.shape[2], y2.shape[2], sizes[0], sum(sizes[:2]), R, at.T, D, L, W=W, U=AHEAD, BD=BD,
-            PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0, STATE=state is not None, BIAS=bias is not None,
-            RESIDUAL=residual is not None, SILU=silu, PARTS=len(made) > 1, warps=warps,
+            a, weight, x if bias is None else bias, r, y, y1, y2, past, a, *at.tables(a), a, sx, sr, y.shape[2], y1.shape[2], y2.shape[2],
+            sizes[0], sum(sizes[:2]), R, at.T, D, L, W=W, U=AHEAD, BD=BD, PACKED=packed, ALIGNED=not packed and at.T % AHEAD == 0,
+            STATE=state is not None, LAST=False, BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, PARTS=len(made) > 1,
+            GRAD=False, warps=warps,
         )  # fmt: skip
     last = torch.empty(at.N, D, W - 1, dtype=x.dtype, device=x.device) if final else None
     if last is not None and last.numel():
         T = x.shape[1]
         conv_state_kernel[(at.N, -(-D // BD))](
-            a, past, a if at.offsets is None else at.offsets, last, sx, T, D, W=W, BD=BD, PACKED=offsets is not None,
+            a, past, at.tables(a)[2], last, sx, T, D, W=W, BD=BD, PACKED=offsets is not None,
             STATE=state is not None, num_warps=warps,
         )  # fmt: skip
     return made if fit else [t.contiguous() for t in y.split(list(sizes), 2)], last
@@ -114,14 +118,12 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     L = _pieces(R, D, BD, U, PIECE_BACK)
     parts = torch.empty(-(-R // L), W + few, D, dtype=torch.float32, device=x.device)
-    unused, ends = a if at.first is None else at.first, a if at.offsets is None else at.offsets
     if dx.numel():
         start(
-            conv_grad_kernel, (-(-R // L), -(-D // BD)),
-            a, flat, x if bias is None else bias, u, u1, u2, past, last, unused, unused if at.sequence is None else at.sequence, ends, dx,
-            parts, sx, sy, s1, s2, e1, e2, R, at.T, D, L, W=W, U=U, BD=BD, PACKED=at.first is not None,
-            ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None, LAST=dlast is not None, BIAS=bias is not None,
-            SILU=silu, PARTS=len(dy) > 1, warps=warps,
+            conv_kernel, (-(-R // L), -(-D // BD)),
+            a, flat, x if bias is None else bias, dx, u, u1, u2, past, last, *at.tables(a), parts, sx, D, sy, s1, s2, e1, e2, R, at.T, D, L,
+            W=W, U=U, BD=BD, PACKED=at.first is not None, ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None,
+            LAST=dlast is not None, BIAS=bias is not None, RESIDUAL=False, SILU=silu, PARTS=len(dy) > 1, GRAD=True, warps=warps,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
     dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None
@@ -130,7 +132,7 @@ def backward(
     dstate = None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
     if dstate is not None and dstate.numel():
         conv_state_grad_kernel[(at.N, -(-D // BD))](
-            a, flat, x if bias is None else bias, u, past, last, ends, dstate, sx, sy, x.shape[1], D, W=W, BD=BD,
+            a, flat, x if bias is None else bias, u, past, last, at.tables(a)[2], dstate, sx, sy, x.shape[1], D, W=W, BD=BD,
             PACKED=offsets is not None, LAST=dlast is not None, BIAS=bias is not None, SILU=silu, num_warps=warps,
         )  # fmt: skip
     return dx, dw, db, dstate
