@@ -30,6 +30,21 @@ META = torch.device("meta")
 EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
 
 
+def alike(x: Tensor, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=META)
+
+
+def added(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    axes = {i % x.ndim for i in dim or range(x.ndim)}
+    return torch.empty([1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes], dtype=dtype or x.dtype, device=META)
+
+
+SHAPES = {  # of contiguous tensors without contents: PyTorch works them out in Python, and imports sympy for it: seconds of a first call
+    torch.ops.aten.empty_like.default: alike,
+    torch.ops.aten.sum.dim_IntList: added,
+}
+
+
 class Unfit(Exception):
     """The pass does something that is not to be noted; its hosts run at every call."""
 
@@ -108,7 +123,7 @@ class Recorder(Listener):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        made = op(*args, **kwargs)
+        made = (SHAPES.get(op, op) if args and isinstance(args[0], Tensor) and args[0].is_contiguous() else op)(*args, **kwargs)
         if self.aside:
             return made
         outs = made if isinstance(made, (tuple, list)) else (made,)
