@@ -240,12 +240,12 @@ def swiglu(d: Draw) -> Module:
     def fla() -> Function:
         from fla.modules.activations import swiglu
 
-        return swiglu
+        return lambda a, b: swiglu(a, b)  # by position: an autograd.Function's apply
 
     def liger() -> Function:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-        return LigerSiLUMulFunction.apply
+        return lambda a, b: LigerSiLUMulFunction.apply(a, b)
 
     return Module(
         "SwiGLU", f"{d.B * d.T} rows of {width}", dict(a=a, b=b), plain, nn.swiglu,

@@ -36,7 +36,8 @@ def alike(x: Tensor, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
 
 def added(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     axes = {i % x.ndim for i in dim or range(x.ndim)}
-    return torch.empty([1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes], dtype=dtype or x.dtype, device=META)
+    shape = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes]
+    return torch.empty(shape, dtype=dtype or x.dtype, device=META)
 
 
 SHAPES = {  # of contiguous tensors without contents: PyTorch works them out in Python, and imports sympy for it: seconds of a first call
