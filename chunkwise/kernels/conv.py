@@ -260,25 +260,41 @@ def conv_state_grad_kernel(
 
 
 @triton.jit
+def together(p, o_d, m, N: tl.constexpr):
+    """[D, N] that lie side by side, N a power of two: one load a channel. N times [BD] fp32."""
+    o_c = tl.arange(0, N)[None, :]
+    b = tl.load(p + o_d[:, None] * N + o_c, mask=m[:, None], other=0.0).to(tl.float32)
+    out = ()
+    for c in tl.static_range(N):
+        out = out + (tl.sum(tl.where(o_c == c, b, 0.0), 1),)
+    return out
+
+
+@triton.jit
 def conv_update_kernel(
     x, state, weight, bias, index, y, sx, st, s0, s1, s2, T, D,
-    S: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, INDEX: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    S: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr, INDEX: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """T new rows of each sequence: x, y [B, T, D]; state [slots, D, S], S >= W - 1, moves on in place. Grid (B, blocks of channels).
 
-    index [B]: the slot of each sequence; a negative one is left alone, and its output is zero.
+    index [B]: the slot of each sequence; a negative one is left alone, and its output is zero. WHOLE: a slot's [D, S] lie side by side, S
+    and W are powers of two, and a thread moves all of a channel at once.
     """
     i_b = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
     i_s = tl.load(index + i_b).to(tl.int64) if INDEX else i_b
     m_s = m_d & (i_s >= 0)
-    b_w = columns(weight, o_d, m_d, W)
     b_b = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32) if BIAS else tl.zeros([BD], tl.float32)
-    p_s = state + i_s * s0 + o_d.to(tl.int64) * s1
-    past = ()
-    for c in tl.static_range(S):
-        past = past + (tl.load(p_s + c * s2, mask=m_s, other=0.0).to(tl.float32),)
+    p_s = state + i_s * s0
+    if WHOLE:
+        b_w = together(weight, o_d, m_d, W)
+        past = together(p_s, o_d, m_s, S)
+    else:
+        b_w = columns(weight, o_d, m_d, W)
+        past = ()
+        for c in tl.static_range(S):
+            past = past + (tl.load(p_s + o_d.to(tl.int64) * s1 + c * s2, mask=m_s, other=0.0).to(tl.float32),)
     p_x = x + i_b * sx + o_d
     p_y = y + i_b * T * D + o_d
     for _ in range(0, T):
@@ -294,5 +310,12 @@ def conv_update_kernel(
         past = past[1:] + (b_x,)
         p_x += st
         p_y += D
-    for c in tl.static_range(S):
-        tl.store(p_s + c * s2, past[c].to(state.dtype.element_ty), mask=m_s)
+    if WHOLE:
+        o_c = tl.arange(0, S)[None, :]
+        b_S = tl.zeros([BD, S], tl.float32)
+        for c in tl.static_range(S):
+            b_S = tl.where(o_c == c, past[c][:, None], b_S)
+        tl.store(p_s + o_d[:, None] * S + o_c, b_S.to(state.dtype.element_ty), mask=m_s[:, None])
+    else:
+        for c in tl.static_range(S):
+            tl.store(p_s + o_d.to(tl.int64) * s1 + c * s2, past[c].to(state.dtype.element_ty), mask=m_s)

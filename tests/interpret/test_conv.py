@@ -109,16 +109,17 @@ def test_empty_calls(monkeypatch, T, B):
     check(monkeypatch, [conv], both_states(), x, w, b, s)
 
 
-@pytest.mark.parametrize("S", [3, 4, 6])
+@pytest.mark.parametrize("S, dense", [(3, True), (4, True), (4, False), (6, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_new_tokens_on_a_pool(monkeypatch, S, dtype):
+def test_new_tokens_on_a_pool(monkeypatch, S, dense, dtype):
     x, w, b = draw(3, 2, 20, dtype=dtype), draw(20, 4, seed=1, dtype=dtype), draw(20, seed=2, dtype=dtype)
     pool, index = draw(5, S, 20, dtype=dtype, seed=3).transpose(1, 2), torch.tensor([4, -1, 0], dtype=torch.int32)
+    pool = pool.contiguous() if dense else pool
     made = {}
     for kernels in (True, False):
         with monkeypatch.context() as m:
             m.setattr(conv, "uses_kernels", lambda x, kernels=kernels: kernels)
-            state = pool.clone()
+            state = pool.clone()  # as it lies
             made[kernels] = causal_conv1d_update(x, state, w, b, "silu", index), state
     truth = pool.double()
     want = causal_conv1d_update(x.double(), truth, w.double(), b.double(), "silu", index)

@@ -143,12 +143,14 @@ def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, index:
     x = x if x.stride(2) == 1 else x.contiguous()
     B, T, D = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    BD = min(256, max(32, 1 << (D - 1).bit_length()))
+    BD, S, W = min(256, max(32, 1 << (D - 1).bit_length())), state.shape[2], weight.shape[1]
+    whole = state.stride()[1:] == (S, 1) and not (S & (S - 1) or W & (W - 1)) and D * max(S, W) < 2**31
     if y.numel():
-        conv_update_kernel[(B, -(-D // BD))](
+        start(
+            conv_update_kernel, (B, -(-D // BD)),
             x, state, weight.contiguous(), x if bias is None else bias, x if index is None else index.contiguous(), y, x.stride(0),
-            x.stride(1), *state.stride(), T, D, S=state.shape[2], W=weight.shape[1], BD=BD, INDEX=index is not None,
-            BIAS=bias is not None, SILU=silu, num_warps=max(1, BD // 128),
+            x.stride(1), *state.stride(), T, D, S=S, W=W, BD=BD, WHOLE=whole, INDEX=index is not None, BIAS=bias is not None, SILU=silu,
+            warps=max(1, BD // 128),
         )  # fmt: skip
         torch.autograd.graph.increment_version(state)
     return y
