@@ -11,6 +11,7 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 from . import cuda
 from . import stages_triton as stages
+from . import stages_triton_output as rows
 from .cut import longest, side_by_side
 from .problem import Problem, given
 from .stages_triton_split import carried_entries, carried_room
@@ -117,6 +118,8 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         p, x = _spread(p, x)
         at = stages.index(p)
         saved, into, room = _parts(p, None, x.q.device if save else None)
+        if stages.by_chunks(p):
+            return *rows.forward(p, x, S0, final=final, room=room), saved
         tokens = stages.token_room(p, at, x.q.device)
         matrices, decayed = scores_of(p, x, at, None, into, tokens)
         T = _inverse(p, matrices)
@@ -153,13 +156,17 @@ def backward(
         carried = None if room is None else carried_room(p, stages.cut(p), at.most, x.q.device, room)
         if by_scans(p, x):
             return scanned(p, x, at, S0, do, dST, carried)
-        T, add, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.gathered(p, x)
+        T, add, chunked, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.by_chunks(p), stages.gathered(p, x)
+        p = replace(p, C=stages.SCANNED) if chunked else p
         at, every = at if wide is p else stages.index(wide), wide.C // p.C
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried)
         back = stages.state_pass(
-            p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add, final=S0 is not None, carried=there.carried
-        )
-        U = back.o if add else back.X
+            p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add and not chunked, final=S0 is not None,
+            carried=there.carried,
+        )  # fmt: skip
+        if chunked and (x.g is None or p.fixed):
+            return rows.grads(wide, x, at, do, S=given(there.S), dS=given(back.S)), back.ST
+        U = rows.values(wide, x, at, do, given(back.S)) if chunked else back.o if add else back.X
         d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)

@@ -151,12 +151,25 @@ def can_describe(p: Problem, *xs: tuple[Tensor, int]) -> bool:
 
 
 def gathered(p: Problem, x: Streams) -> Problem:
-    """The problem in the chunks that states are stored for and gradients made of: two of the scans' where a gate learns in 16 bits.
+    """The problem in the chunks that states are stored for and gradients made of: two of the scans' where a gate learns in 16 bits; in
+    float32 as many tokens as the kernels' registers hold.
 
-    That halves the states. A rule that corrects could do as well: DeltaNet, H200, 1.37 ms and 833 MiB, else 1.32 and 1089.
+    Two halve the states. A rule that corrects could do as well: DeltaNet, H200, 1.37 ms and 833 MiB, else 1.32 and 1089.
     """
-    learns = p.rule is Rule.ADD and x.g is not None and not p.fixed and max(p.K, p.V) > 64
-    return replace(p, C=2 * p.C) if learns and at_once(p) and p.C == 64 else p
+    learns = p.rule is Rule.ADD and x.g is not None and not p.fixed
+    if by_chunks(p):
+        return replace(p, C=32 if learns else 64)
+    return replace(p, C=2 * p.C) if learns and max(p.K, p.V) > 64 and at_once(p) and p.C == 64 else p
+
+
+SCANNED = 32  # tokens of a chunk of scans that store states alone, in float32
+
+
+def by_chunks(p: Problem) -> bool:
+    """Whether outputs are made by chunks side by side (kernels/output.py), not by the scan. In float32 products cost so much that a scan,
+    few programs one chunk after the other, should have as few as it can."""
+    scalar = p.gate in (Gate.NONE, Gate.HEAD, Gate.SCALAR)
+    return p.dtype == torch.float32 and p.rule is Rule.ADD and scalar and not p.bonus and card().arch == "sm_90"
 
 
 def at_once(p: Problem) -> bool:
