@@ -20,8 +20,19 @@ What is per token lies along rows throughout, so that it takes few registers; A,
 import triton
 import triton.language as tl
 
-from .state_pass import load_strength, shared_strength
-from .tile import chunk_rows, decay_sums, load_chunk, load_gate, load_rows, pair_decay, start, store_chunk, whole
+from .tile import (
+    chunk_rows,
+    decay_sums,
+    load_chunk,
+    load_gate,
+    load_rows,
+    load_strength,
+    pair_decay,
+    shared_strength,
+    start,
+    store_chunk,
+    whole,
+)
 
 
 @triton.jit

@@ -19,8 +19,7 @@ import triton.language as tl
 from .grad import load_state
 from .inverse import parts
 from .score import gate_parts, gate_sums, load_sets
-from .state_pass import load_strength, shared_strength
-from .tile import chunk_rows, load_chunk, load_rows, store_chunk
+from .tile import chunk_rows, load_chunk, load_rows, load_strength, shared_strength, store_chunk
 
 
 @triton.jit

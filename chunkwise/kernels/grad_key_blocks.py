@@ -20,8 +20,7 @@ import triton.language as tl
 
 from .grad import load_state
 from .score import chosen, gate_parts, is_chosen, load_sets, meets
-from .state_pass import load_strength, shared_strength
-from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows
+from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, load_strength, shared_strength
 
 
 @triton.jit

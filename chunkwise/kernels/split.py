@@ -16,6 +16,42 @@ import triton.language as tl
 from .inverse import halved_product
 
 
+@triton.jit
+def four_bits(x):
+    """Sum of up to 16 numbers of 4 bits each, below 256. Scalars only: vectors would cost the scan's loop registers."""
+    ones: tl.constexpr = 0x0F0F0F0F0F0F0F0F
+    x = (x & ones) + ((x >> 4) & ones)
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return (x & 255).to(tl.int32)
+
+
+@triton.jit
+def joined(b_first, b_kept, b_S, KEY: tl.constexpr):
+    """b_first b_kept + b_S, rounded once: the same bits wherever pieces meet. All [BV, BK], but for b_kept: KEY [BK], else a number."""
+    if KEY:
+        b_kept = b_kept[None, :]
+    return tl.fma(b_first, tl.broadcast_to(b_kept, b_first.shape), b_S)
+
+
+@triton.jit
+def units(c, NC, parts):
+    """Bits 0 to u, of the unit u of a sequence's pieces that chunk c lies in: u + 1 is the first to begin after c."""
+    return (tl.cast(2, tl.int64) << (((c + 1) * parts - 1) // NC)) - 1
+
+
+@triton.jit
+def begins(lengths, pieces):
+    """Bits of the units where pieces begin, but for the first."""
+    bits = tl.cast(0, tl.int64)
+    n = tl.cast(0, tl.int64)
+    for i in range(pieces - 1):
+        n += (lengths >> (4 * i)) & 15
+        bits |= tl.cast(1, tl.int64) << n
+    return bits
+
+
 @triton.jit(do_not_specialize=["HV", "pieces"])
 def carry_kernel(
     states,  # [sequences, pieces - 1, HV, V, K], in the scan's order: the state after the first piece, then B' of others; all become states
@@ -62,5 +98,5 @@ def carry_kernel(
                 b_S = halved_product(b_S, b_hi, b_lo, b_B)
         else:
             b_kept = tl.load(kept + at * K + o_k, mask=m_k, other=0.0)  # [BK]
-            b_S = tl.fma(b_S, tl.broadcast_to(b_kept[None, :], b_S.shape), b_B)  # as `joined` of state_pass.py
+            b_S = joined(b_S, b_kept, b_B, True)
         tl.store(p_S, b_S, mask=m)

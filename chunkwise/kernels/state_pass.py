@@ -24,73 +24,10 @@ import triton.language as tl
 
 from . import token
 from .inverse import parts as two_parts
-from .tile import NEAR, decay_sums, early_sums, load_chunk, load_gate, mask2, pair_decay, start, store_chunk, whole
+from .pair import pairs, scores
+from .split import begins, four_bits, joined, units
+from .tile import NEAR, decay_sums, early_sums, load_chunk, load_gate, load_strength, mask2, shared_strength, start, store_chunk, whole
 from .token import token_place, token_scores
-
-
-@triton.jit
-def pairs(b_G, b_F, o_c, o_i, LOWER: tl.constexpr, SPLIT: tl.constexpr):
-    """e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER [i, j], else [j, i]. o_i: the readers' rows."""
-    if LOWER:
-        b_D = pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], o_c[None, :] <= o_i[:, None], SPLIT)
-    else:
-        b_D = pair_decay(b_G[None, :], b_F[None, :], b_G[:, None], b_F[:, None], o_c[:, None] <= o_i[None, :], SPLIT)
-    return b_D
-
-
-@triton.jit
-def scores(
-    b_y, b_x, b_D, b_G, b_F, o_c, L, scale, C: tl.constexpr, LOWER: tl.constexpr, GATE: tl.constexpr, SPLIT: tl.constexpr,
-    FACTORS: tl.constexpr, IP: tl.constexpr,
-):  # fmt: skip
-    """scale y_i.x_j e^(G_i - G_j) for j <= i, else 0 [C, C]: LOWER from y = q, x = k; else transposed, [j, i] from y = k, x = q.
-
-    b_D: a head's `pairs`, the same for all chunks. FACTORS (scalar): e^G_i e^-G_j where that stays within fp32, a factor a token instead of
-    one a pair. That is decided for each reader by its own G, so that no later token changes its bits.
-    """
-    o_i = tl.minimum(o_c, L - 1)  # hangs on the chunk, so that no mask of [C, C] is kept in registers from chunk to chunk
-    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP) * scale  # [C, C]
-    # Behind a branch Triton lays M out over all warps; straight on the way to the next product, each half of 8 warps would compute it all.
-    if GATE == "head":
-        if L > 0:
-            b_M *= b_D
-    elif GATE == "none":
-        if L > 0:
-            b_M = tl.where((o_c[None, :] <= o_i[:, None]) if LOWER else (o_c[:, None] <= o_i[None, :]), b_M, 0.0)
-    elif FACTORS:
-        b_r, b_w = tl.exp2(b_G), tl.exp2(-b_G)  # [C]
-        if tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0) > NEAR:
-            if LOWER:
-                b_M = tl.where(o_c[None, :] <= o_i[:, None], b_M * (b_r[:, None] * b_w[None, :]), 0.0)
-            else:
-                b_M = tl.where(o_c[:, None] <= o_i[None, :], b_M * (b_r[None, :] * b_w[:, None]), 0.0)
-        else:
-            b_far = b_M * pairs(b_G, b_F, o_c, o_i, LOWER, SPLIT)
-            if LOWER:
-                b_M = tl.where((o_c[None, :] <= o_i[:, None]) & (b_G > NEAR)[:, None], b_M * (b_r[:, None] * b_w[None, :]), b_far)
-            else:
-                b_M = tl.where((o_c[:, None] <= o_i[None, :]) & (b_G > NEAR)[None, :], b_M * (b_r[None, :] * b_w[:, None]), b_far)
-    else:
-        b_M *= pairs(b_G, b_F, o_c, o_i, LOWER, SPLIT)
-    return b_M
-
-
-@triton.jit
-def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
-    """beta [C] as stored, zeros past the end; 1 where there is none."""
-    if USE_BETA:
-        b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0)
-    else:
-        b_beta = tl.where(o_c < L, 1.0, 0.0)
-    return b_beta
-
-
-@triton.jit
-def shared_strength(b_beta, TYPE: tl.constexpr):
-    """beta [C] as a product: what stands beside U where beta U is stored, 1 if beta is too small to divide by; and the rest."""
-    LEAST: tl.constexpr = 2.0**-10 if TYPE == tl.float16 else 2.0**-40
-    m = tl.abs(b_beta) < LEAST
-    return tl.where(m, 1.0, b_beta), tl.where(m, b_beta, 1.0)
 
 
 @triton.jit
@@ -103,42 +40,6 @@ def store_state(
     else:
         o_v = col + tl.arange(0, BV)
         tl.store(S + (i_slot * HV + i_hv) * V * K + o_v[:, None] * K + o_k[None, :], b_s, mask=mask2(o_v < V, o_k, K, BK))
-
-
-@triton.jit
-def four_bits(x):
-    """Sum of up to 16 numbers of 4 bits each, below 256. Scalars only: vectors would cost the scan's loop registers."""
-    ones: tl.constexpr = 0x0F0F0F0F0F0F0F0F
-    x = (x & ones) + ((x >> 4) & ones)
-    x += x >> 8
-    x += x >> 16
-    x += x >> 32
-    return (x & 255).to(tl.int32)
-
-
-@triton.jit
-def joined(b_first, b_kept, b_S, KEY: tl.constexpr):
-    """b_first b_kept + b_S, rounded once: the same bits wherever pieces meet. All [BV, BK], but for b_kept: KEY [BK], else a number."""
-    if KEY:
-        b_kept = b_kept[None, :]
-    return tl.fma(b_first, tl.broadcast_to(b_kept, b_first.shape), b_S)
-
-
-@triton.jit
-def units(c, NC, parts):
-    """Bits 0 to u, of the unit u of a sequence's pieces that chunk c lies in: u + 1 is the first to begin after c."""
-    return (tl.cast(2, tl.int64) << (((c + 1) * parts - 1) // NC)) - 1
-
-
-@triton.jit
-def begins(lengths, pieces):
-    """Bits of the units where pieces begin, but for the first."""
-    bits = tl.cast(0, tl.int64)
-    n = tl.cast(0, tl.int64)
-    for i in range(pieces - 1):
-        n += (lengths >> (4 * i)) & 15
-        bits |= tl.cast(1, tl.int64) << n
-    return bits
 
 
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "lengths", "parts", "order", "firsts", "most", "long"])

@@ -172,3 +172,21 @@ def pair_decay(b_G, b_F, b_Gy, b_Fy, m, SPLIT: tl.constexpr):
     if SPLIT:
         b_d += b_F - b_Fy
     return tl.exp2(tl.where(m, b_d, NEVER))
+
+
+@triton.jit
+def load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA: tl.constexpr):
+    """beta [C] as stored, zeros past the end; 1 where there is none."""
+    if USE_BETA:
+        b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0)
+    else:
+        b_beta = tl.where(o_c < L, 1.0, 0.0)
+    return b_beta
+
+
+@triton.jit
+def shared_strength(b_beta, TYPE: tl.constexpr):
+    """beta [C] as a product: what stands beside U where beta U is stored, 1 if beta is too small to divide by; and the rest."""
+    LEAST: tl.constexpr = 2.0**-10 if TYPE == tl.float16 else 2.0**-40
+    m = tl.abs(b_beta) < LEAST
+    return tl.where(m, 1.0, b_beta), tl.where(m, b_beta, 1.0)

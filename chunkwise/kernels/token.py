@@ -46,7 +46,7 @@ def store_tokens(p_t, b_beta, b_G, o_c, C: tl.constexpr, GATE: tl.constexpr):
 
 @triton.jit
 def token_scores(b_k, b_q, p_t, b_all, o_c, L, scale, C: tl.constexpr, IP: tl.constexpr):
-    """`scores` of state_pass.py under scalar gates, transposed: scale q_i.k_j e^(G_i - G_j) at [j, i]. b_all: e^(G_C)."""
+    """`scores` of pair.py under scalar gates, transposed: scale q_i.k_j e^(G_i - G_j) at [j, i]. b_all: e^(G_C)."""
     m = o_c[:, None] <= tl.minimum(o_c, L - 1)[None, :]  # [C, C]; L as there
     b_w = tl.load(p_t + BACK * C + o_c)[:, None]
     b_M = tl.dot(b_k, tl.trans(b_q), input_precision=IP) * (tl.load(p_t + READ * C + o_c) * scale)[None, :]  # [C, C]
