@@ -12,7 +12,7 @@ from chunkwise.engine.precompile import build  # noqa: E402
 from chunkwise.nn.launch.sample import launches  # noqa: E402
 
 KERNELS = {
-    "conv_kernel", "conv_state_kernel", "conv_state_grad_kernel", "conv_update_kernel", "norm_kernel",
+    "conv_kernel", "conv_state_kernel", "conv_state_grad_kernel", "conv_update_kernel", "norm_kernel", "place_kernel",
     "norm_grad_kernel", "gate_kernel", "gate_grad_kernel", "rotary_kernel", "glu_kernel", "glu_grad_kernel", "loss_kernel",
 }  # fmt: skip
 

@@ -12,6 +12,21 @@ import triton
 import triton.language as tl
 
 
+@triton.jit(do_not_specialize=["R", "N", "steps"])
+def place_kernel(offsets, first, sequence, R, N, steps, BLOCK: tl.constexpr):
+    """The tables of packed rows: of each the last sequence that begins at it or before, sought bit by bit. N < 2^steps. Grid (blocks of
+    rows)."""
+    o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_t = o_t < R
+    b_n = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, steps):
+        b_try = b_n + (1 << (steps - 1 - i))
+        m_n = m_t & (b_try < N)
+        b_n = tl.where(m_n & (tl.load(offsets + b_try, mask=m_n, other=0) <= o_t), b_try, b_n)
+    tl.store(first + o_t, tl.load(offsets + b_n, mask=m_t, other=0).to(tl.int32), mask=m_t)
+    tl.store(sequence + o_t, b_n, mask=m_t)
+
+
 @triton.jit
 def beginning(t, first, R, T, PACKED: tl.constexpr):
     """The first row of row t's sequence."""

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.conv import conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel
-from ..packing import sequence_index
+from ...kernels.conv import conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel, place_kernel
 from .row import rows, start
 
 BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
 AHEAD, BACK = 8, 8  # rows loaded at a time
 PARTS, LEAST = 3, 64  # parts that outputs and their gradients may lie in, and channels of the smallest block then
+ROWS = 256  # of a program that finds sequences
 PIECE, PIECE_BACK = 64, 256  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
 
 
@@ -39,10 +39,11 @@ def place(x: Tensor, offsets: Tensor | None, first: Tensor | None) -> Place:
         return Place(B, T, first.contiguous())
     if offsets is None:
         return Place(B, max(T, 1))
-    sequence = sequence_index(offsets, B * T)
-    N = offsets.shape[0] - 1
-    begin = offsets[sequence.clamp(max=max(N - 1, 0))] if N else sequence
-    return Place(N, T, begin.int(), sequence.int(), offsets.contiguous())
+    R, N, offsets = B * T, offsets.shape[0] - 1, offsets.contiguous()
+    first, sequence = (torch.empty(R, dtype=torch.int32, device=x.device) for _ in range(2))
+    if R:
+        start(place_kernel, -(-R // ROWS), offsets, first, sequence, R, N, N.bit_length(), BLOCK=ROWS, warps=4)
+    return Place(N, T, first, sequence, offsets)
 
 
 def _pieces(R: int, D: int, BD: int, U: int, L: int) -> int:
