@@ -148,6 +148,19 @@ def test_what_is_not_on_a_gpu_runs_its_hosts():
     assert torch.equal(out[0], x + 1) and out[1] is None and not recipe.RECIPES
 
 
+def test_shapes_without_contents_are_those_of_pytorch():
+    x = torch.empty(2, 3, 4, dtype=torch.bfloat16, device="meta")
+    calls = {
+        torch.ops.aten.empty_like.default: [((), {}), ((), dict(dtype=torch.float32))],
+        torch.ops.aten.sum.dim_IntList: [(([0, -1],), {}), (([1], True), dict(dtype=torch.float32)), (([],), {}), ((None, True), {})],
+    }
+    assert calls.keys() == record.SHAPES.keys()
+    for op, ways in calls.items():
+        for args, named in ways:
+            made, own = record.SHAPES[op](x, *args, **named), op(x, *args, **named)
+            assert (made.shape, made.stride(), made.dtype, made.device) == (own.shape, own.stride(), own.dtype, own.device)
+
+
 def _sizes() -> list[tuple[str, list[int], list[int]]]:
     """Of the kernels of a pass built for sm_90: name, sizes of the parameters we give, those in its PTX."""
     torch.cuda.device = lambda device: nullcontext()

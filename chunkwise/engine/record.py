@@ -34,7 +34,7 @@ def alike(x: Tensor, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=META)
 
 
-def added(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def added(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     axes = {i % x.ndim for i in dim or range(x.ndim)}
     shape = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdim or i not in axes]
     return torch.empty(shape, dtype=dtype or x.dtype, device=META)
