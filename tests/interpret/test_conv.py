@@ -55,8 +55,11 @@ def test_several_convolutions_are_one_node_of_a_graph(monkeypatch):
     convs = [ShortConvolution(n, 4, True) for n in (16, 8)]
     run = lambda x: sum(y.sin().sum() for y in convolve(convs, x, None, False, None)[0])
     x, (weight, _) = draw(2, 9, 24).requires_grad_(), convs[0].parameters()
-    got, want = ((y, *torch.autograd.grad(y, [x, weight])) for y in (torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x)))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got, want = ((y, *torch.autograd.grad(y, [x, weight])) for y in (compiled(x), run(x)))
     assert all(map(torch.equal, got, want))
+    with torch.no_grad():
+        assert torch.equal(compiled(x), want[0])
 
 
 @pytest.mark.parametrize("T, W", [(1, 2), (2, 4), (11, 4), (5, 8), (8, 8)])

@@ -65,3 +65,12 @@ def test_heads_of_a_slice_are_read_in_place(monkeypatch):
     check(monkeypatch, [norm], lambda whole: l2norm(heads(whole)), draw(2, 7, 40))
     x, w, b = draw(2, 70, 3, 10, seed=1), draw(10, seed=2), draw(10, seed=3)
     check(monkeypatch, [norm], lambda x, whole, w, b: layer_norm(x, w, b, gate=heads(whole)), x, draw(2, 70, 40), w, b)
+
+
+def test_a_norm_compiles_for_training_and_for_inference(monkeypatch):
+    monkeypatch.setattr(norm, "uses_kernels", lambda x: True)
+    x, r, w = (t.requires_grad_() for t in (draw(3, 7, 24), draw(3, 7, 24, seed=1), draw(24, seed=2)))
+    compiled = torch.compile(add_rms_norm, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, compiled(x, r, w), add_rms_norm(x, r, w)))
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(x, r, w), add_rms_norm(x, r, w)))
