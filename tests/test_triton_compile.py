@@ -64,6 +64,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     ),
     (("sm_90",), "state_pass_kernel", ("BK=256", "not DELTA")): (512, "8 warps and 64 values spill nothing: 0.243 ms, else 0.201 (H200)"),
     (("sm_80", "sm_100"), "state_pass_kernel", ("BK=256", "not DELTA")): (544, _ELSEWHERE),
+    (("sm_90",), "state_pass_kernel", ("BK=256", "DELTA")): (576, _SCAN),
     (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA")): (480, _SCAN),
     (("sm_90",), "state_pass_kernel", ("PACKED", "not DELTA")): (104, _SCAN),
@@ -75,7 +76,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),
     (("sm_90",), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
-    (("sm_100",), "state_pass_kernel", ("DELTA",)): (48, "not measured on such a card; the gated delta rule's largest scan"),
+    (("sm_100",), "state_pass_kernel", ("DELTA",)): (104, "not measured on such a card; the largest scan under gates per key"),
+    (("sm_100",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (64, _ELSEWHERE),
 }
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets, meets
-from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate, mask2
+from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate, mask2, row_sums
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def affine_score_kernel(
             o_k = i_k * BK + tl.arange(0, BK)
             b_u = tl.load(u + i_hv * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)  # [BK]
             b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA).to(tl.float32)  # [C, BK]
-            b_met += tl.sum(load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA) * b_k * b_u[None, :], 1)
+            b_met += row_sums(load_chunk(q, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA) * b_k * b_u[None, :])
         b_qk = tl.where(i == j, b_met[:, None] * scale, b_qk)
     tl.store(M + o_M, b_qk.to(TYPE), mask=m_M)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from .grad import load_state
 from .inverse import parts
 from .score import gate_parts, gate_sums, load_sets
-from .tile import chunk_rows, load_chunk, load_rows, load_strength, shared_strength, store_chunk
+from .tile import chunk_rows, load_chunk, load_rows, load_strength, row_sums, shared_strength, store_chunk
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def grad_key_kernel(
         b_B = tl.where(j < i, tl.dot(b_D, tl.trans(b_y), input_precision=IP), 0.0)  # [i, j]
         b_Bt = tl.trans((b_B * -b_rest[:, None]).to(TYPE))
         b_B = b_B.to(TYPE)
-        b_dbeta = tl.sum(b_D.to(tl.float32) * b_v.to(tl.float32), 1)  # [C]
+        b_dbeta = row_sums(b_D.to(tl.float32) * b_v.to(tl.float32))  # [C]
     b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)  # [C, C]
     b_ones = tl.full([C, FEW], 1.0, tl.float32).to(TYPE)
     b_every = tl.full([C, C], 1.0, tl.float32).to(TYPE)

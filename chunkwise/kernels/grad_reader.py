@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .grad import load_state
 from .score import gate_parts, gate_sums, load_sets
-from .tile import RCP_LN2, chunk_rows, load_rows, store_chunk
+from .tile import RCP_LN2, chunk_rows, column_sums, load_rows, store_chunk
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def grad_writer_kernel(
     if GATED:
         if BV >= V:
             b_S = load_state(S, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
-            b_dg = tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)  # [BK]
+            b_dg = column_sums(b_S.to(tl.float32) * b_dS.to(tl.float32))  # [BK]
         else:
             b_dg = passed(S + o_S, dS + o_S, o_k, K, V, BK, BV)
     b_qk = load_rows(dMqk + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]

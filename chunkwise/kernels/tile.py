@@ -73,6 +73,27 @@ def store_chunk(
 
 
 @triton.jit
+def row_sums(b_x):
+    """Sums along the rows of [R, 2^n]. Neighbours first, so the bits do not hang on how b_x lies over the threads, nor on what is fused:
+    0.0 + a product is rounded before it is added to another."""
+    b_x += 0.0
+    for _ in tl.static_range(12):
+        if b_x.shape[1] > 1:
+            b_x = tl.sum(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]), 2)
+    return tl.reshape(b_x, [b_x.shape[0]])
+
+
+@triton.jit
+def column_sums(b_x):
+    """The same down the columns of [2^n, R], one half and the other first."""
+    b_x += 0.0
+    for _ in tl.static_range(12):
+        if b_x.shape[0] > 1:
+            b_x = tl.sum(tl.reshape(b_x, [2, b_x.shape[0] // 2, b_x.shape[1]]), 0)
+    return tl.reshape(b_x, [b_x.shape[1]])
+
+
+@triton.jit
 def log2_gate(b_g):
     """Natural-log gates -> log2 units in fp32, no lower than FLOOR; NaN stays NaN."""
     b_g = b_g.to(tl.float32) * RCP_LN2
