@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, wraps
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
@@ -63,6 +64,46 @@ class Streams(NamedTuple):
     b: Tensor | None = None  # [B, T, H or HV, K]; dplr: writes what a has read
     e: Tensor | None = None  # [B, T, H or HV, K]; delta: the key that erases after the token forgets, when it is not k
     u: Tensor | None = None  # [HV, K]; q reads before the write, plus this bonus on the token's own pair
+
+
+class Raw(NamedTuple):
+    """What is still to be done to a token's streams, by the kernel that takes one token after the other."""
+
+    norm: bool = False  # q and k to unit length
+    norm_erase: bool = False  # and the erase key
+    A_log: Tensor | None = None  # [HV]: g is raw; with dt_bias [HV] or, per key channel, [HV * K]
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+    sigmoid: bool = False  # beta is raw
+    strength: float = 1.0  # multiplies beta
+    rate: Tensor | None = None  # [HV]: g is a time step dt, to which dt_bias is added: forgets e^(rate dt), writes dt v
+    softplus: bool = False  # dt is softplus of that
+    skip: Tensor | None = None  # [HV]: o + skip v
+    keys: bool = False  # k is what the gate leaves over, 1 - e^g
+    erases: bool = False  # e multiplies k
+    writes: Tensor | None = None  # [B, T, HV, V]: multiplies v
+    memory: str = ""  # what a state is besides [K, V]: a column "sum" of all keys, by which o is divided; a column "seen" of what keys
+    # have seen, by which those that write are rescaled; "slots": one memory of keys and one of values, a softmax between them, beta
+    # [B, T, HV, M] the strengths of slots, or without g their logits
+    g_seen: Tensor | None = None  # [B, T, H]: log decay
+    beta_seen: Tensor | None = None  # [B, T, H]: strength
+    centre: Tensor | None = None  # [H]; None: `middle`
+    middle: float = 0.0
+    most: float = 1.0  # the largest rescaling
+    eps: float = 0.0  # added to the column, or to what is divided by
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return _tensors(self)
+
+    def place(self, tensors: Sequence[Tensor | None]) -> Raw:
+        """The same with other tensors."""
+        mine: dict[str, Any] = dict(zip(RAW_TENSORS, tensors))
+        return self._replace(**mine)
+
+
+RAW_TENSORS = ("A_log", "dt_bias", "rate", "skip", "writes", "g_seen", "beta_seen", "centre")
+_tensors = attrgetter(*RAW_TENSORS)
 
 
 class PlainOptions(TypedDict, total=False):
@@ -150,6 +191,7 @@ class Op:
     scale: float | None = None  # default of the option; None: K ** -0.5
     query: str = "q"  # the input that `scale` multiplies
     passes: Callable[..., Output] | None = None  # for members that are not one pass of the engine over `lower`: see engine/scan.py
+    raw: Callable[..., tuple[Streams, Raw]] | None = None  # where `lower` or `passes` computes: streams for a kernel that does so itself
     state: str = "N HV K V"  # axes of the state
     empty: Callable[[Tensor], Tensor] = lambda zeros: zeros  # the state that means "nothing yet", from zeros
     valid: Callable[[Tensor], Tensor] = lambda random: random  # a state that may occur, from a random tensor

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spec import Form, Gate, Op, Output, Rule, Streams
+from ..spec import RAW_TENSORS, Gate, Op, Raw, Rule, Streams
 from . import decode_torch as host
-from . import elementwise
-from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets, choose
+from .dispatch import RECURRENT_WIDEST, TRITON, check_offsets
 from .library import STREAM_INPUTS, STREAMS, Pass, direct
-from .pool import Where, check, member, store
-from .problem import bare, compute_dtype, given, placed, problem
-from .prologue import check_prologue, prologue
-from .raw import NOTHING, RAW, Raw, asks, raw_streams
-from .scan import Scan
+from .pool import Where, check, member
+from .problem import bare, given, placed, problem
+from .prologue import check_prologue
+from .raw import RAW, raw_streams
 
 NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "form")
 
@@ -39,21 +36,20 @@ def step(*args: Any) -> Tensor:
     if not pool.is_inference():
         torch.autograd.graph.increment_version(pool)  # it changes in place, which nothing below tells autograd
     p = bare(problem(x, cu, None, gate=Gate(gate), rule=Rule(rule), chunk=16, scale=scale, precision="ieee"))
-    plain = raw._replace(A_log=None, dt_bias=None)  # nothing of a call is kept
+    plain = raw.place((None,) * len(RAW_TENSORS))  # nothing of a call is kept
 
     def hosts(*t: Tensor | None) -> Made:
-        *streams, pool, index, into, accepted, parents, A_log, dt_bias, cu = t
+        streams, pool, where, own, cu = t[:STREAMS], t[STREAMS], t[STREAMS + 1 : STREAMS + 5], t[STREAMS + 5 : -1], t[-1]
         with on_device(given(pool)):
-            states = States(pool, pool, v_first, index, into, accepted, parents)
-            return (recurrent(placed(p, cu), Streams._make(streams), states, plain._replace(A_log=A_log, dt_bias=dt_bias)),)
+            return (recurrent(placed(p, cu), Streams._make(streams), States(pool, pool, v_first, *where), plain.place(own)),)
 
     what = (step, v_first, p.key, plain)
-    return given(replay(what, (*x, pool, *slots, raw.A_log, raw.dt_bias, cu), hosts)[0])
+    return given(replay(what, (*x, pool, *slots, *raw.tensors, cu), hosts)[0])
 
 
 def _fake(*args: Any) -> Tensor:
     q, _, v = args[:3]
-    return q.new_empty(*v.shape)
+    return q.new_empty(*q.shape[:2], *v.shape[2:])
 
 
 _LIBRARY.impl("decode", step, "CompositeExplicitAutograd")
@@ -83,8 +79,7 @@ def decode(
 
     options: the member's settings and options that fit here: scale, use_qk_l2norm_in_kernel, use_gate_in_kernel with A_log, dt_bias and
     lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval. Nothing is read on the host on a GPU: a step can be captured in a CUDA graph.
-    On a GPU it is one kernel for members of one pass whose `lower` only hands tensors on. A `lower` that computes has kernels before it;
-    members of several passes have one for each, on the parts of the states in the pool, and others between them.
+    On a GPU it is one kernel, for every member.
 
     Raises TypeError or ValueError naming the op and the argument whose shape, dtype, device or value does not fit; values of tensors on a
     GPU are not looked at.
@@ -122,7 +117,7 @@ def decode(
     if T == 0 or N == 0:
         return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
     scale = op.scale if o.get("scale") is None else float(o["scale"])
-    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, sizes, pool, w)
+    missing = "asked for torch" if backend == "torch" else _no_kernel(op, query, sizes)
     if backend == "triton" and missing is not None:
         raise ValueError(f"decode {op.name}: backend='triton' cannot serve this call: {missing}")
     if missing is not None:
@@ -131,70 +126,16 @@ def decode(
         if passes:
             host.keep(key, host.Step(_split, op, tuple(inputs), {**op.defaults, **o, "state_v_first": state_v_first}, passes[0]))
         return out
-    if op.passes is not None:
-        ready = prologue(op.name, x, o) if any(asks(o)) else x
-        if into is not None and (op.lower is None or "R" in sizes):  # parts made one after the other, or states between a token's rows
-            return host.drafts(op, ready, pool, w, lambda x, S: _passes(op, x, S, Where.plain(N, state_v_first), scale, o))
-        out = _passes(op, ready, pool, w, scale, o)
-        return out if index is None else torch.where(w.alive(pool, T), out, 0.0)
     s, raw = raw_streams(op, x, o)
     return _call(Gate.NONE if s.g is None else op.gate, op.rule, s, raw, pool, w, scale)
-
-
-def _passes(
-    op: Op, x: Mapping[str, Tensor | None], pool: Tensor, w: Where, scale: float | None, o: Mapping[str, Any]
-) -> Tensor:
-    """o of a member of passes, the states of the pool moved on by them."""
-    S0 = pool.mT if w.v_first else pool
-    scan = InPlace(op, choose, Form.RECURRENT.value, "triton", 16, "ieee", scale, True, w.cu_seqlens, None, pool=S0, w=w)
-    return given(op.passes)(scan, S0, **x, **{n: o[n] for n in op.settings})[0]
 
 
 def _call(gate: Gate, rule: Rule, s: Streams, raw: Raw, pool: Tensor, w: Where, scale: float | None) -> Tensor:
     scale = s.q.shape[-1] ** -0.5 if scale is None else scale
     where = (w.cu_seqlens, w.index, w.into, w.accepted, w.parents)
-    watched = not direct((*s, pool, *where, raw.A_log, raw.dt_bias))
+    watched = not direct((*s, pool, *where, *raw.tensors))
     call = torch.ops.chunkwise.decode if watched else step  # the dispatcher costs as much as the rest
     return call(*s, pool, *where, w.v_first, gate.value, rule.value, scale, *raw)
-
-
-@dataclass(eq=False, slots=True)
-class InPlace(Scan):
-    """What a member's `passes` take for a scan, where its states are slots of a pool. S0 is the pool, its keys first, and parts of S0 are
-    views of it: a pass over one leaves its last states there."""
-
-    pool: Tensor = field(kw_only=True)
-    w: Where = field(kw_only=True)
-
-    def __call__(
-        self, x: Streams, S0: Tensor | None, *, gate: Gate | None = None, rule: Rule | None = None, scale: float | None = None,
-        precision: str | None = None, tokens: int = 1,
-    ) -> Output:  # fmt: skip
-        S0 = given(S0)
-        turned = S0.stride(3) != 1 or S0.stride(2) == 1 and self.w.v_first  # lines of keys
-        cu = self.w.cu_seqlens
-        w = replace(self.w, v_first=turned, cu_seqlens=cu if cu is None or tokens == 1 else cu * tokens)
-        cell, scale = self.cell(x, gate, rule), self.scaled(x) if scale is None else scale
-        return _call(cell.gate, cell.rule, x, NOTHING, S0.mT if turned else S0, w, scale), S0
-
-    def first(self, part: Tensor) -> Tensor:
-        return part[self.w.slots(self.pool).clamp(min=0)]
-
-    def join(self, *parts: Tensor) -> Tensor:
-        """Views of the pool are there already; what the member has made goes beside them."""
-        end = 0
-        for part in parts:
-            begin, end = end, end + part.shape[3]
-            if part.untyped_storage().data_ptr() != self.pool.untyped_storage().data_ptr():
-                store(self.pool[..., begin:end], self.w.slots(self.pool), part)
-        return self.pool[..., :end]
-
-    def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        if x.shape[1] > 1 or self.cu_seqlens is not None:
-            return elementwise.scan(x, g, h0, self.cu_seqlens)
-        dtype = compute_dtype(x.dtype)
-        h = torch.addcmul(x[:, 0].to(dtype), g[:, 0].to(dtype).exp(), given(h0).to(dtype))
-        return h[:, None].to(x.dtype), h
 
 
 def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: bool) -> dict[str, Tensor | None]:
@@ -221,7 +162,7 @@ def _split(op: Op, inputs: Mapping[str, Tensor | None], pool: Tensor, v_first: b
     return {n: x.get(n) for n in op.args}
 
 
-def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int], pool: Tensor, w: Where) -> str | None:
+def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int]) -> str | None:
     """Why the one kernel cannot serve, or None."""
     if query.device.type not in ("cuda", "meta"):  # tensors without contents stand for a GPU's
         return f"the tensors are on {query.device.type}, not on a GPU"
@@ -229,5 +170,7 @@ def _no_kernel(op: Op, query: Tensor, sizes: Mapping[str, int], pool: Tensor, w:
         return "triton is not installed"
     if query.dtype == torch.float64:
         return f"none for {query.dtype}"
+    if op.passes is not None and op.raw is None:
+        return "its passes are several kernels"
     widest = max(sizes["K"], sizes.get("M", 1))
     return None if widest <= RECURRENT_WIDEST else f"none for {widest} keys above {RECURRENT_WIDEST} in this version"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..spec import Streams
+from ..spec import RAW_TENSORS, Raw, Streams
+from .library import STREAMS
 from .plan_triton import initial, on_device
 from .problem import Problem, bare, given, placed
-from .raw import NOTHING, Raw
+from .raw import NOTHING
 from .recipe import Made, replay
 from .stages_triton_recurrent import States, recurrent
 
@@ -20,14 +21,14 @@ def forward(
     if p.T == 0 or p.N == 0:
         return torch.empty_like(x.v), initial(p, S0, x.q.device) if final else None, None
 
-    q, plain = bare(p), raw._replace(A_log=None, dt_bias=None)  # nothing of a call is kept
+    q, plain = bare(p), raw.place((None,) * len(RAW_TENSORS))  # nothing of a call is kept
 
     def hosts(*t: Tensor | None) -> Made:
-        *streams, S0, A_log, dt_bias, cu = t
+        streams, S0, own, cu = t[:STREAMS], t[STREAMS], t[STREAMS + 1 : -1], t[-1]
         ST = torch.empty(q.N, q.HV, q.K, q.V, dtype=torch.float32, device=given(t[0]).device) if final else None
         with on_device(given(t[0])):
             states = States(None if S0 is None else S0.contiguous(), ST)
-            return recurrent(placed(q, cu), Streams._make(streams), states, plain._replace(A_log=A_log, dt_bias=dt_bias)), ST
+            return recurrent(placed(q, cu), Streams._make(streams), states, plain.place(own)), ST
 
-    o, ST = replay((forward, final, p.key, plain), (*x, S0, raw.A_log, raw.dt_bias, p.cu_seqlens), hosts)
+    o, ST = replay((forward, final, p.key, plain), (*x, S0, *raw.tensors, p.cu_seqlens), hosts)
     return given(o), ST, None

@@ -6,12 +6,12 @@ The recurrent kernel prepares them itself, so a call without gradients that runs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..spec import Gate, Rule, Streams
+from ..spec import Gate, Raw, Rule, Streams
 from .library import STREAM_INPUTS, STREAMS, outside
 from .problem import problem
 from .prologue import NORMALIZED, prologue
@@ -21,20 +21,12 @@ if TYPE_CHECKING:
     from .scan import Scan
 
 
-class Raw(NamedTuple):
-    """What is still to be done to the streams."""
-
-    norm: bool = False  # q and k to unit length
-    norm_erase: bool = False  # and the erase key
-    A_log: Tensor | None = None  # [HV]: g is raw; with dt_bias [HV] or, per key channel, [HV * K]
-    dt_bias: Tensor | None = None
-    lower_bound: float | None = None
-    sigmoid: bool = False  # beta is raw
-    strength: float = 1.0  # multiplies beta
-
-
 NOTHING = Raw()
-RAW = "bool norm, bool norm_erase, Tensor? A_log, Tensor? dt_bias, float? lower_bound, bool sigmoid, float strength"  # in schemas
+RAW = (  # in schemas
+    "bool norm, bool norm_erase, Tensor? A_log, Tensor? dt_bias, float? lower_bound, bool sigmoid, float strength, Tensor? rate, "
+    "bool softplus, Tensor? skip, bool keys, bool erases, Tensor? writes, str memory, Tensor? g_seen, Tensor? beta_seen, Tensor? centre, "
+    "float middle, float most, float eps"
+)
 
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
 _CALL = "Tensor? S0, Tensor? cu_seqlens, str gate, str rule, float scale, bool final"
@@ -72,7 +64,11 @@ def asks(o: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 def handed(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tuple[Streams, Raw] | None:
     """The streams and what is to be done to them; None where `lower` computes, so that its inputs must be ready, not only hands on."""
     norm, gate, sigmoid = asks(o)
-    s = op.lower(**x, **{n: o[n] for n in op.settings})  # type: ignore[misc]
+    settings = {n: o[n] for n in op.settings}
+    if op.raw is not None:
+        s, raw = op.raw(**x, **settings)
+        return s, _asked(raw, o, False)
+    s = op.lower(**x, **settings)  # type: ignore[misc]
     if not (norm or gate or sigmoid):
         return s, NOTHING
     names = {id(t): n for n, t in x.items() if t is not None}
@@ -80,8 +76,14 @@ def handed(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tupl
     if not (all(comes.values()) and comes["q"] == "q" and comes["k"] == "k"):
         return None
     erase = comes.get("a") or comes.get("e")
-    raw = Raw(norm, norm and erase in NORMALIZED, sigmoid=sigmoid, strength=2.0 if sigmoid and o["allow_neg_eigval"] else 1.0)
-    return s, raw._replace(A_log=o["A_log"], dt_bias=o["dt_bias"], lower_bound=o["lower_bound"]) if gate else raw
+    return s, _asked(NOTHING, o, erase in NORMALIZED)
+
+
+def _asked(raw: Raw, o: Mapping[str, Any], erase: bool) -> Raw:
+    """And what the options ask for; erase: the erase key is one of the inputs that are normalised."""
+    norm, gate, sigmoid = asks(o)
+    raw = raw._replace(norm=norm, norm_erase=norm and erase, sigmoid=sigmoid, strength=2.0 if sigmoid and o["allow_neg_eigval"] else 1.0)
+    return raw._replace(A_log=o["A_log"], dt_bias=o["dt_bias"], lower_bound=o["lower_bound"]) if gate else raw
 
 
 def raw_streams(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tuple[Streams, Raw]:

@@ -1,20 +1,22 @@
-"""The recurrence token by token on a GPU: one launch, whatever the gate, the rule and the place the states are in."""
+"""The recurrence token by token on a GPU: one launch, whatever the gate, the rule, the memory and the place the states are in."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 from typing import NamedTuple
 
 from torch import Tensor
 from triton import knobs
 
 from ..kernels.recurrent import recurrent_kernel
-from ..spec import Gate, Streams
+from ..kernels.slot import slot_kernel
+from ..spec import Gate, Raw, Streams
 from .launch import launch
 from .problem import Problem
-from .raw import NOTHING, Raw
+from .raw import NOTHING
 from .stages_triton import dense, rows
-from .tune import card, config
+from .tune import card, config, padded
 
 
 class States(NamedTuple):
@@ -28,39 +30,83 @@ class States(NamedTuple):
     accepted: Tensor | None = None  # [N]: the first state is in column accepted - 1 of `slots`; below 1: skipped
     parents: Tensor | None = None  # [N, columns]: the token whose state each token goes on from; -1: the first state
 
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return next((t.element_size() for t in self[:2] if t is not None), 4)
+
+    @property
+    def odd(self) -> bool:
+        """Whether lines cannot be read 16 bytes at a time."""
+        return any(t is not None and t.stride(2) * t.element_size() % 16 for t in self[:2])
+
+    @property
+    def columns(self) -> int:
+        return next((t.shape[1] for t in (self.into, self.slots) if t is not None and t.ndim > 1), 1)
+
 
 def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     """o [B, T, HV, V] in q's dtype; the states are written where `s` says."""
+    if raw.memory == "slots":
+        return slots(p, x, s)
     states = [t for t in s[:2] if t is not None]
-    size = states[0].element_size() if states else 4
-    c = config("recurrent_v_first" if s.v_first else "recurrent_half" if size == 2 else "recurrent", p)
-    if raw.norm or raw.norm_erase or raw.A_log is not None:
+    c = config("recurrent_v_first" if s.v_first else "recurrent_odd" if s.odd else "recurrent_half" if s.size == 2 else "recurrent", p)
+    if raw != NOTHING:
         c = replace(c, registers=None)  # what it prepares needs some more, and would be spilled
-    erase = x.e if x.a is None else x.a
+    erase, many = x.e if x.a is None else x.a, x.v.shape[1] // p.T if p.T else 1
+    unused = o = x.q.new_empty(p.B, p.T, p.HV, p.V)
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
-    unused = o = q.new_empty(p.B, p.T, p.HV, p.V)
-    streams = p.gate in (Gate.KEY, Gate.VALUE)
-    g, sg = (dense(x.g, unused), 0) if x.g is None or p.gate is Gate.HEAD else rows(x.g if streams else x.g[..., None])
-    beta, sbeta = (unused, 0) if x.beta is None else rows(x.beta[..., None])
-    a, sa = (unused, 0) if erase is None else rows(erase)
-    b, sb = (unused, 0) if x.b is None else rows(x.b)
+    (g, sg), (beta, sbeta), (a, sa), (b, sb), (writes, swrites), (g_seen, sg_seen), (beta_seen, sbeta_seen) = (
+        _rows(t, unused) for t in (x.g, x.beta, erase, x.b, raw.writes, raw.g_seen, raw.beta_seen)
+    )
     first, last = (unused if t is None else t for t in s[:2])
     head, line = (states[0].stride(1), states[0].stride(2)) if states else (0, 0)
-    columns = next((t.shape[1] for t in (s.into, s.slots) if t is not None and t.ndim > 1), 1)
+    blocks = -(-p.V // c.BV)
     launch(
-        recurrent_kernel, p.N * p.HV * -(-p.V // c.BV),
-        q, k, v, g, beta, a, b, dense(x.u, unused), dense(raw.A_log, unused), dense(raw.dt_bias, unused),
+        recurrent_kernel, p.N * p.HV * (1 if raw.memory else blocks),
+        q, k, v, g, beta, a, b, *(dense(t, unused) for t in (x.u, raw.A_log if raw.rate is None else raw.rate, raw.dt_bias)),
+        writes, dense(raw.skip, unused), g_seen, beta_seen, dense(raw.centre, unused),
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
-        sq, sk, sv, sg, sbeta, sa, sb, first.stride(0), last.stride(0), p.T, p.HV, columns,
-        p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength,
+        sq, sk, sv, sg, sbeta, sa, sb, swrites, sg_seen, sbeta_seen, first.stride(0), last.stride(0), p.T, p.HV, s.columns,
+        p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength, raw.middle, log(raw.most), raw.eps,
         K=p.K, V=p.V, KB=c.BK, NK=-(-p.K // c.BK), BV=c.BV, GROUP=p.HV // p.H, GROUP_A=1 if erase is None else p.HV // erase.shape[2],
-        GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], LINE=line, HEAD=head, GATE=p.gate.value, RULE=p.rule.value,
-        ERASE=erase is not None, BEFORE=x.a is not None, BONUS=p.bonus, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None,
-        V_FIRST=s.v_first, INITIAL=s.first is not None, FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None,
-        EACH=s.into is not None, ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
+        GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], GROUP_G=1 if p.gate is not Gate.KEY or x.g is None else p.HV // x.g.shape[2],
+        LINE=line, HEAD=head, GATE=p.gate.value, RULE=p.rule.value, ERASE=erase is not None, BEFORE=x.a is not None, BONUS=p.bonus,
+        USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None, V_FIRST=s.v_first, INITIAL=s.first is not None,
+        FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
+        ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
-        SIGMOID=raw.sigmoid, ONE=p.T == 1 and p.cu_seqlens is None,
-        PTX=not s.v_first and card().arch.startswith("sm_") and not knobs.runtime.interpret,
+        SIGMOID=raw.sigmoid, TIME=raw.rate is not None, SOFTPLUS=raw.softplus, SKIP=raw.skip is not None, KEYS=raw.keys,
+        ERASES=raw.erases, WRITES=raw.writes is not None, ROWS=many, COLUMN=raw.memory, CENTRE=raw.centre is not None,
+        ONE=p.T == many == 1 and p.cu_seqlens is None, PTX=not s.v_first and card().arch.startswith("sm_") and not knobs.runtime.interpret,
         config=replace(c, fuse=False),  # the kernel says what is
+    )  # fmt: skip
+    return o
+
+
+def _rows(x: Tensor | None, unused: Tensor) -> tuple[Tensor, int]:
+    """`rows` of [B, T, heads] or [B, T, heads, D], and of what has none: absent streams, a gate per head."""
+    if x is None or x.ndim == 1:
+        return dense(x, unused), 0
+    return rows(x if x.ndim == 4 else x[..., None])
+
+
+def slots(p: Problem, x: Streams, s: States) -> Tensor:
+    """The same where a state is a memory of slots, [N, HV, M, K + V], or without gates of one number more: x.beta is what slots take."""
+    pool, given = s.last, x.beta
+    if pool is None or given is None or s.first is not pool:
+        raise ValueError("chunkwise engine: slots are updated in place, by their strengths")
+    M, o = given.shape[3], x.q.new_empty(p.B, p.T, p.HV, p.V)
+    c = config("slot_odd" if s.odd else "slot", replace(p, V=M))
+    (q, sq), (k, sk), (v, sv), (t, st), (g, sg) = rows(x.q), rows(x.k), rows(x.v), rows(given), _rows(x.g, o)
+    spare = o if s.into is None else pool.new_empty(p.N, *pool.shape[1:])
+    launch(
+        slot_kernel, p.N * p.HV,
+        q, k, v, t, g, pool, spare, *(dense(t, o) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
+        sq, sk, sv, st, sg, pool.stride(0), p.T, p.HV, s.columns, p.scale,
+        M=M, K=p.K, V=p.V, BM=padded(M), BD=c.BK, GROUP=p.HV // p.H, LINE=pool.stride(2), HEAD=pool.stride(1), RUNNING=x.g is None,
+        PACKED=p.cu_seqlens is not None, TURNED=s.v_first, INDEXED=s.slots is not None, EACH=s.into is not None,
+        ACCEPTED=s.accepted is not None, TREE=s.parents is not None,
+        config=replace(c, fuse=False),
     )  # fmt: skip
     return o

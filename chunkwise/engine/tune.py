@@ -316,6 +316,22 @@ def _recurrent_v_first(p: Problem) -> Config:
     return Config(BK, BV, max(1, BK * BV // 2048), 1)  # KDA 69.8, of 16 bits 38.4; 8 values 70.5, 40.0; B=1 3.13, 3.54
 
 
+def _recurrent_odd(p: Problem) -> Config:
+    """Lines that cannot be read 16 bytes at a time: a thread has numbers of as many keys as of values, so few of both."""
+    return _keys_first(p, 1024)
+
+
+def _slot(p: Problem, numbers: int = 8192) -> Config:
+    """BK: channels of all slots that are under way at once; p.V slots."""
+    BM = padded(p.V)
+    BD = min(padded(p.K), max(16, numbers // BM))
+    return Config(BD, BM, min(8, max(1, BM * BD // 512)), 1)
+
+
+def _slot_odd(p: Problem) -> Config:
+    return _slot(p, 4096)
+
+
 def _index(p: Problem) -> Config:
     return Config(0, 0, 1, 1)
 
@@ -349,6 +365,7 @@ RULES: dict[str, Callable[[Problem], Config]] = {
     name: Choice(name, rule)
     for name, rule in dict(
         index=_index, output=_rows_output, recurrent=_recurrent, recurrent_half=_recurrent_half, recurrent_v_first=_recurrent_v_first,
+        recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=_slot_odd,
         score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_affine,
         grad_pair=_grad_pair, grad_reader=_grad_reader, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
         state_pass=_output,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .recurrent import exp, sigmoid, softplus
+from .exact import exp, sigmoid, softplus
 
 
 @triton.jit

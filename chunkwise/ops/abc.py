@@ -63,7 +63,7 @@ def no_state(zeros: Tensor) -> Tensor:
 ABC = Op(
     name="abc", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2110.02488",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), s=Arg("B T HV M")),
-    step=step, lower=None, passes=passes, state="N HV M K+V+1", empty=no_state, options=PlainOptions,
+    step=step, lower=None, passes=passes, raw=gsa.raw, state="N HV M K+V+1", empty=no_state, options=PlainOptions,
 )  # fmt: skip
 
 

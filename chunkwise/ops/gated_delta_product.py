@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
+from ..spec import Arg, Gate, Op, Options, Output, Raw, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -43,13 +43,17 @@ def passes(scan: Any, S0: Tensor | None, **inputs: Tensor) -> Output:
     return o.view(B, T, R, *o.shape[2:])[:, :, -1], S
 
 
+def raw(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> tuple[Streams, Raw]:
+    return Streams(q, k.flatten(1, 2), v.flatten(1, 2), g=g, beta=None if beta is None else beta.flatten(1, 2)), Raw()
+
+
 GATED_DELTA_PRODUCT = Op(
     name="gated_delta_product", gate=Gate.SCALAR, rule=Rule.DELTA, paper="https://arxiv.org/abs/2502.10297",
     args=dict(
         q=Arg("B T H K"), k=Arg("B T R H K", unit), v=Arg("B T R HV V"), g=Arg("B T HV", log_decay, optional=True, free_dtype=True),
         beta=Arg("B T R HV", write_strength, optional=True, free_dtype=True),
     ),
-    step=step, lower=lower, passes=passes,
+    step=step, lower=lower, passes=passes, raw=raw,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, RawGateOptions, Rule, Streams
+from ..spec import Arg, Gate, Op, Output, Raw, RawGateOptions, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,13 +32,17 @@ def lower(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> S
     return Streams(q, k, (w * v).to(v.dtype), g=g, e=erase.to(k.dtype))
 
 
+def raw(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> tuple[Streams, Raw]:
+    return Streams(q, k, v, g=g, e=b), Raw(erases=True, writes=w)
+
+
 GDN2 = Op(
     name="gdn2", gate=Gate.KEY, rule=Rule.DELTA, paper="https://arxiv.org/abs/2605.22791",
     args=dict(
         q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), g=Arg("B T HV K", log_decay, free_dtype=True),
         b=Arg("B T HV K", write_strength, free_dtype=True), w=Arg("B T HV V", write_strength, free_dtype=True),
     ),
-    step=step, lower=lower, options=RawGateOptions,
+    step=step, lower=lower, raw=raw, options=RawGateOptions,
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..draw import log_decay, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, Op, Output, PlainOptions, Raw, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,13 +39,17 @@ def passes(scan: Any, S0: Tensor | None, q: Tensor, k: Tensor, v: Tensor, s: Ten
     return o, scan.join(Hk.mT, Hv) if scan.final else None
 
 
+def raw(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None = None) -> tuple[Streams, Raw]:
+    return Streams(q, k, v, g=g, beta=s), Raw(memory="slots")
+
+
 GSA = Op(
     name="gsa", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2409.07146",
     args=dict(
         q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), s=Arg("B T HV M", write_strength),
         g=Arg("B T HV M", log_decay, free_dtype=True),
     ),
-    step=step, lower=None, passes=passes, state="N HV M K+V", options=PlainOptions,
+    step=step, lower=None, passes=passes, raw=raw, state="N HV M K+V", options=PlainOptions,
 )  # fmt: skip
 
 

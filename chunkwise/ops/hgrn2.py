@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..draw import log_decay
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, Op, Output, PlainOptions, Raw, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,10 +29,14 @@ def lower(q: Tensor, v: Tensor, g: Tensor) -> Streams:
     return Streams(q, k.to(q.dtype), v, g=g if n == 1 else g.repeat_interleave(n, 2))
 
 
+def raw(q: Tensor, v: Tensor, g: Tensor) -> tuple[Streams, Raw]:
+    return Streams(q, q, v, g=g), Raw(keys=True)
+
+
 HGRN2 = Op(
     name="hgrn2", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2404.07904",
     args=dict(q=Arg("B T H K"), v=Arg("B T HV V"), g=Arg("B T H K", log_decay, free_dtype=True)),
-    step=step, lower=lower, options=PlainOptions,
+    step=step, lower=lower, raw=raw, options=PlainOptions,
 )  # fmt: skip
 
 

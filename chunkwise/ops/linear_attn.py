@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..draw import time_step
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
+from ..spec import Arg, Gate, Op, Options, Output, Raw, Rule, Streams
 
 EPS = 1e-10
 
@@ -45,6 +45,10 @@ def passes(scan: Any, S0: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Out
     return (o[..., :-1] / (o[..., -1:] + EPS)).to(dtype), S
 
 
+def raw(q: Tensor, k: Tensor, v: Tensor) -> tuple[Streams, Raw]:
+    return Streams(q, k, v), Raw(memory="sum", eps=EPS)
+
+
 LINEAR_ATTN = Op(
     name="linear_attn", gate=Gate.NONE, rule=Rule.ADD, paper="https://arxiv.org/abs/2006.16236",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V")),
@@ -54,7 +58,7 @@ LINEAR_ATTN = Op(
 NORMALIZED_LINEAR_ATTN = Op(
     name="normalized_linear_attn", gate=Gate.NONE, rule=Rule.ADD, paper="https://arxiv.org/abs/2006.16236",
     args=dict(q=Arg("B T H K", time_step), k=Arg("B T H K", time_step), v=Arg("B T HV V")),
-    step=normalized_step, lower=None, passes=passes, parallel=True, state="N HV K V+1", valid=Tensor.abs,
+    step=normalized_step, lower=None, passes=passes, raw=raw, parallel=True, state="N HV K V+1", valid=Tensor.abs,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..draw import rate, time_step
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, Op, Output, PlainOptions, Raw, Rule, Streams
 
 
 def step(
@@ -46,13 +46,20 @@ def passes(scan: Any, S0: Tensor | None, *, D: Tensor | None, **inputs: Any) -> 
     return y, S
 
 
+def raw(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool
+) -> tuple[Streams, Raw]:
+    return Streams(C, B, x, g=dt), Raw(rate=A, dt_bias=dt_bias, softplus=dt_softplus, skip=D)
+
+
 MAMBA2 = Op(
     name="mamba2", gate=Gate.SCALAR, rule=Rule.ADD, paper="https://arxiv.org/abs/2405.21060",
     args=dict(
         x=Arg("B T HV V"), dt=Arg("B T HV", time_step, free_dtype=True), A=Arg("HV", rate, free_dtype=True), B=Arg("B T H K"),
         C=Arg("B T H K"), D=Arg("HV", optional=True, free_dtype=True), dt_bias=Arg("HV", time_step, optional=True, free_dtype=True),
     ),
-    step=step, lower=lower, passes=passes, parallel=True, settings=dict(dt_softplus=False), scale=1.0, query="C", options=PlainOptions,
+    step=step, lower=lower, passes=passes, raw=raw, parallel=True, settings=dict(dt_softplus=False), scale=1.0, query="C",
+    options=PlainOptions,
 )  # fmt: skip
 
 

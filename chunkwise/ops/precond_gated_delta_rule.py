@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, GateOptions, Op, Output, Rule, Streams
+from ..spec import Arg, Gate, GateOptions, Op, Output, Raw, Rule, Streams
 
 CENTRE = -0.2  # c where log_atk_scale is None
 
@@ -57,6 +57,15 @@ def passes(
     return o, None if S is None else scan.join(S, AT[..., None])
 
 
+def raw(
+    q: Tensor, k: Tensor, v: Tensor, g_atk: Tensor, g: Tensor, beta_atk: Tensor, beta: Tensor, log_atk_scale: Tensor | None, x: float,
+    eps: float,
+) -> tuple[Streams, Raw]:  # fmt: skip
+    return Streams(q, k, v, g=g, beta=beta), Raw(
+        memory="seen", g_seen=g_atk, beta_seen=beta_atk, centre=log_atk_scale, middle=CENTRE, most=x, eps=eps
+    )
+
+
 def preconditioned(name: str, gate: Gate) -> Op:
     """The rule with a gate per head, or per key channel."""
     g = "B T HV" if gate is Gate.SCALAR else "B T HV K"
@@ -67,7 +76,8 @@ def preconditioned(name: str, gate: Gate) -> Op:
             g=Arg(g, log_decay, free_dtype=True), beta_atk=Arg("B T H", write_strength, free_dtype=True),
             beta=Arg("B T HV", write_strength, free_dtype=True), log_atk_scale=Arg("H", centre, optional=True, free_dtype=True),
         ),
-        step=step, lower=None, passes=passes, settings=dict(x=1.5, eps=1e-6), state="N HV K V+1", valid=Tensor.abs, options=GateOptions,
+        step=step, lower=None, passes=passes, raw=raw, settings=dict(x=1.5, eps=1e-6), state="N HV K V+1", valid=Tensor.abs,
+        options=GateOptions,
     )  # fmt: skip
 
 

@@ -1,0 +1,241 @@
+"""A state in blocks of KB keys, [KB, BV] each, a tuple of them; vectors of keys are such tuples of [KB]. Values first (V_FIRST): [BV, KB].
+
+Products add up block by block, entry by entry, and are summed over a block's keys at the end: threads meet once a token.
+"""
+
+import triton
+import triton.language as tl
+
+from .exact import exp, left_over, sigmoid, softplus
+
+
+@triton.jit
+def on_keys(b_x, V_FIRST: tl.constexpr):
+    """Numbers of keys against a block."""
+    return b_x[None, :] if V_FIRST else b_x[:, None]
+
+
+@triton.jit
+def on_values(b_x, V_FIRST: tl.constexpr):
+    """Numbers of values against a block."""
+    return b_x[:, None] if V_FIRST else b_x[None, :]
+
+
+@triton.jit
+def single(b_x):
+    """To fp32; of bf16 by its bits, an instruction a number."""
+    if b_x.dtype == tl.bfloat16:
+        b_x = (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return b_x.to(tl.float32)
+
+
+@triton.jit
+def once_more(b_x, zero, PTX: tl.constexpr):
+    """To fp32 anew, for all the compiler knows of zero, so that numbers of 16 bits lie two in a register till then."""
+    if not PTX or b_x.dtype != tl.bfloat16:
+        return single(b_x)
+    b_0 = tl.zeros(b_x.shape, tl.int32) + zero
+    halves: tl.constexpr = "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $4, 0x3244;"
+    return tl.inline_asm_elementwise(halves, "=r,=r,r,r,r", [b_x, b_0], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def state(p_S, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, V_FIRST: tl.constexpr):
+    """The blocks of a state as they are stored, p_S points to the first."""
+    b_S: tl.tuple = ()
+    for j in tl.static_range(NK):
+        m_k = o_k + j * o_k.shape[0] < K
+        b_S = b_S + (tl.load(p_S + j * STEP, mask=on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST) & live, other=0.0),)
+    return b_S
+
+
+@triton.jit
+def singles(b_x):
+    b_y: tl.tuple = ()
+    for j in tl.static_range(len(b_x)):
+        b_y = b_y + (single(b_x[j]),)
+    return b_y
+
+
+@triton.jit
+def keep(p_S, b_S, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, V_FIRST: tl.constexpr):
+    """Blocks into memory."""
+    for j in tl.static_range(len(b_S)):
+        m_k = o_k + j * o_k.shape[0] < K
+        tl.store(p_S + j * STEP, b_S[j].to(p_S.dtype.element_ty), mask=on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST) & live)
+
+
+@triton.jit
+def keys(p_x, o_k, K: tl.constexpr, NK: tl.constexpr):
+    """A vector of keys in fp32."""
+    b_x: tl.tuple = ()
+    for j in tl.static_range(NK):
+        b_x = b_x + (tl.load(p_x + j * o_k.shape[0] + o_k, mask=o_k + j * o_k.shape[0] < K, other=0.0).to(tl.float32),)
+    return b_x
+
+
+@triton.jit
+def times(b_x, number):
+    b_z: tl.tuple = ()
+    for j in tl.static_range(len(b_x)):
+        b_z = b_z + (b_x[j] * number,)
+    return b_z
+
+
+@triton.jit
+def product(b_x, b_y):
+    b_z: tl.tuple = ()
+    for j in tl.static_range(len(b_x)):
+        b_z = b_z + (b_x[j] * b_y[j],)
+    return b_z
+
+
+@triton.jit
+def read(b_S, b_x, V_FIRST: tl.constexpr):
+    """S'x, entry by entry, still to be summed over the keys of a block."""
+    b_o = single(b_S[0]) * on_keys(b_x[0], V_FIRST)
+    for j in tl.static_range(1, len(b_S)):
+        b_o = tl.fma(single(b_S[j]), tl.broadcast_to(on_keys(b_x[j], V_FIRST), b_o.shape), b_o)
+    return b_o
+
+
+@triton.jit
+def both(b_a, b_b, b_c, b_d):
+    return b_a + b_c, b_b + b_d
+
+
+@triton.jit
+def written(b_S, b_k, b_x, V_FIRST: tl.constexpr):
+    """S + k x', rounded once."""
+    b_W: tl.tuple = ()
+    for j in tl.static_range(len(b_S)):
+        b_kj = tl.broadcast_to(on_keys(b_k[j], V_FIRST), b_S[j].shape)
+        b_W = b_W + (tl.fma(b_kj, tl.broadcast_to(on_values(b_x, V_FIRST), b_kj.shape), b_S[j]),)
+    return b_W
+
+
+@triton.jit
+def total(p_x, p_y, p_z, K: tl.constexpr, FEW: tl.constexpr):
+    """The sum over all keys of x y, or where z is given of x y z: each warp by itself, from memory."""
+    FEW_K: tl.constexpr = 32 if K > 16 else 16
+    o_k = tl.arange(0, FEW_K)
+    b_o = tl.zeros([FEW_K], tl.float32)
+    for j in tl.static_range((K + FEW_K - 1) // FEW_K):
+        m_k = o_k + j * FEW_K < K
+        b_x = tl.load(p_x + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        if not FEW:
+            b_x *= tl.load(p_z + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_o = tl.fma(b_x, tl.load(p_y + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32), b_o)
+    return tl.sum(b_o, 0)
+
+
+@triton.jit
+def unit(p_x, K: tl.constexpr, NORM: tl.constexpr):
+    """1 / sqrt(sum of squares + 1e-6), where asked for."""
+    return tl.div_rn(1.0, tl.sqrt_rn(total(p_x, p_x, p_x, K, True) + 1e-6)) if NORM else 1.0
+
+
+@triton.jit
+def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
+    """e^g in fp32 of a log decay, or of a raw gate: "softplus" g = -A softplus(g + bias), "bounded" g = bound sigmoid(A (g + bias))."""
+    b_g = b_g.to(tl.float32)
+    if RAW == "softplus":
+        b_g = -A * softplus(b_g + b_bias)
+    elif RAW == "bounded":
+        b_g = bound * sigmoid(A * (b_g + b_bias))
+    return exp(b_g)
+
+
+@triton.jit
+def forget(b_g, A, b_bias, bound, RAW: tl.constexpr, BIAS: tl.constexpr):
+    """`forgets` of a vector of keys."""
+    b_f: tl.tuple = ()
+    for j in tl.static_range(len(b_g)):
+        b_f = b_f + (forgets(b_g[j], A, b_bias[j] if BIAS else 0.0, bound, RAW),)
+    return b_f
+
+
+@triton.jit
+def forgotten(b_S, b_f, zero, GATE: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):
+    """e^g S."""
+    b_R: tl.tuple = ()
+    for j in tl.static_range(len(b_S)):
+        b_s = once_more(b_S[j], zero, PTX)
+        if GATE == "key":
+            b_s *= on_keys(b_f[j], V_FIRST)
+        elif GATE == "value":
+            b_s *= on_values(b_f, V_FIRST)
+        elif GATE != "none":
+            b_s *= b_f
+        b_R = b_R + (b_s,)
+    return b_R
+
+
+@triton.jit
+def rounded(b_S, dtype: tl.constexpr):
+    b_R: tl.tuple = ()
+    for j in tl.static_range(len(b_S)):
+        b_R = b_R + (b_S[j].to(dtype).to(tl.float32),)
+    return b_R
+
+
+@triton.jit
+def column(p_z, live, o_k, APART: tl.constexpr, K: tl.constexpr, NK: tl.constexpr):
+    """The further column of a state, a vector of keys that lie APART; p_z: where it begins."""
+    b_z: tl.tuple = ()
+    for j in tl.static_range(NK):
+        o_j = o_k + j * o_k.shape[0]
+        b_z = b_z + (tl.load(p_z + o_j * APART, mask=(o_j < K) & live, other=0.0).to(tl.float32),)
+    return b_z
+
+
+@triton.jit
+def keep_column(p_z, b_z, live, o_k, APART: tl.constexpr, K: tl.constexpr):
+    for j in tl.static_range(len(b_z)):
+        o_j = o_k + j * o_k.shape[0]
+        tl.store(p_z + o_j * APART, b_z[j].to(p_z.dtype.element_ty), mask=(o_j < K) & live)
+
+
+@triton.jit
+def dot(b_x, b_y):
+    """The sum over all keys of x y."""
+    b_o = b_x[0] * b_y[0]
+    for j in tl.static_range(1, len(b_x)):
+        b_o = tl.fma(b_x[j], b_y[j], b_o)
+    return tl.sum(b_o, 0)
+
+
+@triton.jit
+def nothing(like, NK: tl.constexpr):
+    b_x: tl.tuple = ()
+    for _ in tl.static_range(NK):
+        b_x = b_x + (tl.zeros(like.shape, tl.float32),)
+    return b_x
+
+
+@triton.jit
+def more(b_z, b_x, f, number):
+    """f z + number x."""
+    b_y: tl.tuple = ()
+    for j in tl.static_range(len(b_z)):
+        b_y = b_y + (tl.fma(b_z[j], tl.zeros_like(b_z[j]) + f, b_x[j] * number),)
+    return b_y
+
+
+@triton.jit
+def rescaled(b_k, b_z, centre, log_most, eps):
+    """Keys by what each channel has seen: k most^(-softsign(log(z + eps) - centre))."""
+    b_w: tl.tuple = ()
+    for j in tl.static_range(len(b_k)):
+        b_r = tl.log(b_z[j] + eps) - centre
+        b_w = b_w + (b_k[j] * exp(-log_most * tl.div_rn(b_r, 1.0 + tl.abs(b_r))),)
+    return b_w
+
+
+@triton.jit
+def what_is_left(b_g):
+    """1 - e^g of a vector of keys."""
+    b_x: tl.tuple = ()
+    for j in tl.static_range(len(b_g)):
+        b_x = b_x + (left_over(b_g[j].to(tl.float32)),)
+    return b_x
