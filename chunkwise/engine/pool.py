@@ -35,11 +35,6 @@ class Where:
     cu_seqlens: Tensor | None
     v_first: bool
 
-    @staticmethod
-    def plain(N: int, v_first: bool) -> Where:
-        """Sequence i is in slot i."""
-        return Where(N, None, None, None, None, None, v_first)
-
     def slots(self, pool: Tensor) -> Tensor:
         """[N] int64: where each sequence's first state is, or -1."""
         if self.index is None:

@@ -69,14 +69,6 @@ class Scan:
         before = rule is Rule.DELTA and x.a is not None
         return Cell(gate, rule, x.q.dtype, x.q.shape[-1], self.chunk_size, x.u is not None, x.e is not None, before, x.v.shape[-1])
 
-    def first(self, part: Tensor) -> Tensor:
-        """A part of S0, of every sequence: [N, ...]."""
-        return part
-
-    def join(self, *parts: Tensor) -> Tensor | None:
-        """The last state of parts side by side, which `self` has returned or the member has made from `first`."""
-        return torch.cat(parts, -1)
-
     def elementwise(self, x: Tensor, g: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h_t = exp(g_t) h_{t-1} + x_t in every entry of x [B, T, ...]; h0: [N, ...]. Returns all h, and the last of each sequence."""
         return elementwise.scan(x, g, h0, self.cu_seqlens)

@@ -302,12 +302,12 @@ def _recurrent_half(p: Problem) -> Config:
     return _keys_first(p, 4096)  # KDA 49.4, B=256 162.5; half the numbers 52.8, 183.5
 
 
-def _keys_first(p: Problem, most: int) -> Config:
+def _keys_first(p: Problem, most: int, warps: int = 8) -> Config:
     """BK: keys of a block; a warp has so many numbers of the state. How many sequences there are changes nothing: it would the order of
     sums."""
     BK = padded(p.K)
     BV = min(64, padded(p.V), max(16, 16384 // BK))
-    return Config(max(16, BK // 8), BV, min(8, max(1, BK * BV // most)), 1)
+    return Config(max(16, BK // 8), BV, min(warps, max(1, BK * BV // most)), 1)
 
 
 def _recurrent_v_first(p: Problem) -> Config:
@@ -318,7 +318,7 @@ def _recurrent_v_first(p: Problem) -> Config:
 
 def _recurrent_odd(p: Problem) -> Config:
     """Lines that cannot be read 16 bytes at a time: a thread has numbers of as many keys as of values, so few of both."""
-    return _keys_first(p, 1024)
+    return _keys_first(p, 512, 16)
 
 
 def _slot(p: Problem, numbers: int = 8192) -> Config:

@@ -36,7 +36,7 @@ def passes(scan: Any, S0: Tensor | None, q: Tensor, k: Tensor, v: Tensor, s: Ten
     """exp(z) is kept as W exp(M), M the largest logit so far: W is an elementwise scan of numbers in (0, 1] and never out of range."""
     dtype = torch.float64 if s.dtype == torch.float64 else torch.float32
     logits, T, tiny = s.to(dtype).contiguous(), s.shape[1], torch.finfo(dtype).tiny
-    z0 = None if S0 is None else scan.first(S0[..., -1]).to(dtype)
+    z0 = None if S0 is None else S0[..., -1].to(dtype)
     M = elementwise.running_max(logits, scan.spread(z0, T), scan.starts(T))
     add = (logits - M).exp()
     if z0 is None:
@@ -53,7 +53,7 @@ def passes(scan: Any, S0: Tensor | None, q: Tensor, k: Tensor, v: Tensor, s: Ten
     if S is None:
         return o, None
     z = scan.last(M + W.log(), torch.full(S.shape[:3], -torch.inf, dtype=dtype, device=S.device) if z0 is None else z0)
-    return o, scan.join(S, z[..., None])
+    return o, torch.cat((S, z[..., None]), -1)
 
 
 def no_state(zeros: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def passes(scan: Any, S0: Tensor | None, q: Tensor, k: Tensor, v: Tensor, s: Ten
     Hk0, Hv0 = (None, None) if S0 is None else (S0[..., :K].mT, S0[..., K:])
     logits, Hk = scan(Streams(q, k, s, g=g), Hk0, gate=Gate.VALUE)
     o, Hv = scan(Streams(logits.softmax(-1), s, v, g=g), Hv0, gate=Gate.KEY, scale=1.0)
-    return o, scan.join(Hk.mT, Hv) if scan.final else None
+    return o, torch.cat((Hk.mT, Hv), -1) if scan.final else None
 
 
 def raw(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None = None) -> tuple[Streams, Raw]:

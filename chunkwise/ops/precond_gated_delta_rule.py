@@ -51,10 +51,10 @@ def passes(
     c = CENTRE if log_atk_scale is None else log_atk_scale.repeat_interleave(n)[:, None]
     dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
     seen = beta_atk.to(dtype)[..., None] * k.to(dtype).square()
-    A, AT = scan.elementwise(seen, g_atk[..., None].expand_as(seen), None if S0 is None else scan.first(S0[..., -1]))
+    A, AT = scan.elementwise(seen, g_atk[..., None].expand_as(seen), None if S0 is None else S0[..., -1])
     rescaled = torch.exp(-F.softsign((A + eps).log() - c) * A.new_full((), x).log())
     o, S = scan(Streams(q, (k * rescaled).to(k.dtype), v, g=g, beta=beta, e=k), None if S0 is None else S0[..., :-1])
-    return o, None if S is None else scan.join(S, AT[..., None])
+    return o, None if S is None else torch.cat((S, AT[..., None]), -1)
 
 
 def raw(

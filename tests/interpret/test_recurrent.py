@@ -193,6 +193,14 @@ def test_a_tree_of_drafts_follows_each_parent():
         assert all(torch.equal(pool[into[n, t]], made[-1][1][n]) for n in range(B) if into[n, t] not in into[n, t + 1 :])
 
 
+def left_raw(op: Op, x: dict[str, torch.Tensor]) -> dict[str, object]:
+    """Options that leave all they can to the kernel."""
+    o: dict[str, object] = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
+    if "use_gate_in_kernel" in o:
+        o |= {"A_log": torch.linspace(-1, 1, HV), "dt_bias": torch.linspace(-1, 1, x["g"].shape[2:].numel()), "lower_bound": None}
+    return o
+
+
 RAW = [op for op in all_ops().values() if op.lower is not None and op.passes is None and "use_qk_l2norm_in_kernel" in op.defaults]
 
 
@@ -201,34 +209,58 @@ def test_the_form_and_the_step_leave_the_prologue_to_the_kernel(op: Op, monkeypa
     """As on a GPU: both give what the torch form gives, the step in place."""
     sizes = dict(B=B, T=2, H=H, HV=HV, K=K, V=V)
     x, S = op.draw(sizes), op.draw_state(sizes, B)
-    o = {n: True for n in op.defaults if n.startswith("use_") or n == "allow_neg_eigval"}
-    if "use_gate_in_kernel" in o:
-        o |= {"A_log": torch.linspace(-1, 1, HV), "dt_bias": torch.linspace(-1, 1, x["g"].shape[2:].numel()), "lower_bound": None}
+    o = left_raw(op, x)
     want = op(x, initial_state=S, output_final_state=True, form="recurrent", **o)
     true = op({n: t.double() for n, t in x.items()}, initial_state=S.double(), output_final_state=True, form="recurrent", **o)
     options = {**op.defaults, **o, "initial_state": S, "output_final_state": True, "form": "recurrent"}
     got = run(op, x, op.check(x), options, lambda *a, **k: choose(*a, **{**k, "device": "cuda"}))
-    monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
+    on_device(monkeypatch)
     for mine, torchs, right in zip((*got, step(op, x, S, **o), S), want * 2, true * 2):
         check(mine, torchs, right)
 
 
-PASSES = [op for op in all_ops().values() if op.passes is not None]
+COMPUTED = pytest.mark.parametrize("op", [op for op in all_ops().values() if op.raw is not None], ids=lambda op: op.name)
 
 
-@pytest.mark.parametrize("op", PASSES, ids=lambda op: op.name)
-def test_passes_with_work_around_them_are_a_step_in_place(op: Op, monkeypatch):
-    """A token may be several rows, a pass have a part of the state, something be added to what was read: not to a lane without a slot."""
+def on_device(monkeypatch) -> None:
     monkeypatch.setattr(decode, "_no_kernel", lambda *_: None)
+
+
+@COMPUTED
+def test_what_a_member_computes_is_the_kernel_s(op: Op, monkeypatch):
+    """A token may be several rows, a state two memories or a column more, something be added to what was read: not to an empty lane."""
+    on_device(monkeypatch)
     sizes = dict(B=B, T=2, H=H, HV=HV, K=K, V=V)
     x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
-    want = op(x, initial_state=S, output_final_state=True, form="recurrent")
-    true = op({n: t.double() for n, t in x.items()}, initial_state=S.double(), output_final_state=True, form="recurrent")
+    o = left_raw(op, x)
+    want = op(x, initial_state=S, output_final_state=True, form="recurrent", **o)
+    wide = {n: t.double() for n, t in x.items()}
+    true = op(wide, initial_state=S.double(), output_final_state=True, form="recurrent", **o)
     pool, index = torch.full((B + 2, *S.shape[1:]), 7.0), torch.arange(B).flip(0) + 1
     pool[index] = S
     index[1] = -1
-    o = step(op, x, pool, index)
-    assert not o[1].any() and (pool[[0, -1]] == 7).all() and torch.equal(pool[B - 1], S[1])
+    out = step(op, x, pool, index, **o)
+    assert not out[1].any() and (pool[[0, -1]] == 7).all() and torch.equal(pool[B - 1], S[1])
     live = [n for n in range(B) if n != 1]
-    for mine, torchs, right in zip((o[live], pool[index[live]]), want, true):
+    for mine, torchs, right in zip((out[live], pool[index[live]]), want, true):
         check(mine, torchs[live], right[live])
+
+
+@COMPUTED
+def test_its_drafts_are_steps_of_their_own(op: Op, monkeypatch):
+    """A tree whose states are kept and a line whose states are not, values first, in half precision; bit by bit."""
+    on_device(monkeypatch)
+    sizes = dict(B=B, T=3, H=1, HV=2, K=5, V=6)
+    x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B).mT.contiguous().bfloat16()
+    parents, into = torch.tensor([[-1, 0, 0], [-1, 0, 1]]), torch.tensor([[2, 3, 4], [-1, -1, 5]])
+    pool = torch.cat((S, torch.full((4, *S.shape[1:]), float("nan")).bfloat16()))
+    o = step(op, x, pool, torch.arange(B), into=into, parents=parents, state_v_first=True)
+    assert torch.equal(pool[:B], S)
+    for n in range(B):
+        made: list[torch.Tensor] = []
+        for t in range(3):
+            state = (S[n : n + 1] if parents[n, t] < 0 else made[parents[n, t]]).clone()
+            token = {name: z[n : n + 1, t : t + 1] if op.args[name].per_token else z for name, z in x.items()}
+            assert torch.equal(step(op, token, state, state_v_first=True), o[n : n + 1, t : t + 1])
+            assert into[n, t] < 0 or torch.equal(pool[into[n, t]], state[0])
+            made.append(state)
