@@ -295,30 +295,31 @@ def _carry(p: Problem) -> Config:
 # Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are. Measured on
 # an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of 16 bits, 31.2.
 def _recurrent(p: Problem) -> Config:
-    return replace(_keys_first(p, 2048), registers=128)  # no spills, where KDA would take 132 and RWKV-7 154
+    return _keys_first(p, 2048, 4)
 
 
 def _recurrent_half(p: Problem) -> Config:
-    return _keys_first(p, 4096)  # KDA 49.4, B=256 162.5; half the numbers 52.8, 183.5
+    return _keys_first(p, 4096, 8)
 
 
-def _keys_first(p: Problem, most: int, warps: int = 8) -> Config:
-    """BK: keys of a block; a warp has so many numbers of the state. How many sequences there are changes nothing: it would the order of
-    sums."""
+def _recurrent_odd(p: Problem) -> Config:
+    """Lines that cannot be read 16 bytes at a time: a thread has numbers of as many keys as of values, so few of both."""
+    return _keys_first(p, 512, 1, 16)
+
+
+def _keys_first(p: Problem, most: int, many: int, warps: int = 8) -> Config:
+    """BK: keys of a block, what a program's threads read at once, `many` numbers each; a warp has `most` numbers of the state. How many
+    sequences there are changes nothing: it would the order of sums."""
     BK = padded(p.K)
     BV = min(64, padded(p.V), max(16, 16384 // BK))
-    return Config(max(16, BK // 8), BV, min(warps, max(1, BK * BV // most)), 1)
+    count = min(warps, max(1, BK * BV // most))
+    return Config(min(BK, max(1, count * 32 * many // BV)), BV, count, 1)
 
 
 def _recurrent_v_first(p: Problem) -> Config:
     BK = padded(p.K)
     BV = min(padded(p.V), max(8, min(64, 2048 // BK)))
     return Config(BK, BV, max(1, BK * BV // 2048), 1)  # KDA 69.8, of 16 bits 38.4; 8 values 70.5, 40.0; B=1 3.13, 3.54
-
-
-def _recurrent_odd(p: Problem) -> Config:
-    """Lines that cannot be read 16 bytes at a time: a thread has numbers of as many keys as of values, so few of both."""
-    return _keys_first(p, 512, 16)
 
 
 def _slot(p: Problem, numbers: int = 8192) -> Config:

@@ -58,20 +58,28 @@ def singles(b_x):
 
 
 @triton.jit
-def keep(p_S, b_S, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, V_FIRST: tl.constexpr):
-    """Blocks into memory."""
-    for j in tl.static_range(len(b_S)):
-        m_k = o_k + j * o_k.shape[0] < K
-        tl.store(p_S + j * STEP, b_S[j].to(p_S.dtype.element_ty), mask=on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST) & live)
+def keep(p_S, b_s, j, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, V_FIRST: tl.constexpr):
+    """Block j into memory."""
+    m_k = o_k + j * o_k.shape[0] < K
+    tl.store(p_S + j * STEP, b_s.to(p_S.dtype.element_ty), mask=on_keys(m_k, V_FIRST) & on_values(m_v, V_FIRST) & live)
 
 
 @triton.jit
-def keys(p_x, o_k, K: tl.constexpr, NK: tl.constexpr):
-    """A vector of keys in fp32."""
-    b_x: tl.tuple = ()
-    for j in tl.static_range(NK):
-        b_x = b_x + (tl.load(p_x + j * o_k.shape[0] + o_k, mask=o_k + j * o_k.shape[0] < K, other=0.0).to(tl.float32),)
-    return b_x
+def put(p_o, b_o, o_k, o_v, m_v, V_FIRST: tl.constexpr):
+    """Numbers of values into memory, keys first by the threads that have a block's first key: they need not meet for it."""
+    b_o = b_o.to(p_o.dtype.element_ty)
+    if V_FIRST:
+        tl.store(p_o + o_v, b_o, mask=m_v)
+    else:
+        o_b = o_v[None, :] + o_k[:, None] * 0
+        tl.store(p_o + o_b, tl.broadcast_to(b_o[None, :], o_b.shape), mask=m_v[None, :] & (o_k == 0)[:, None])
+
+
+@triton.jit
+def at(p_x, j, o_k, K: tl.constexpr):
+    """Block j of a vector of keys in fp32."""
+    o_j = o_k + j * o_k.shape[0]
+    return tl.load(p_x + o_j, mask=o_j < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -83,35 +91,8 @@ def times(b_x, number):
 
 
 @triton.jit
-def product(b_x, b_y):
-    b_z: tl.tuple = ()
-    for j in tl.static_range(len(b_x)):
-        b_z = b_z + (b_x[j] * b_y[j],)
-    return b_z
-
-
-@triton.jit
-def read(b_S, b_x, V_FIRST: tl.constexpr):
-    """S'x, entry by entry, still to be summed over the keys of a block."""
-    b_o = single(b_S[0]) * on_keys(b_x[0], V_FIRST)
-    for j in tl.static_range(1, len(b_S)):
-        b_o = tl.fma(single(b_S[j]), tl.broadcast_to(on_keys(b_x[j], V_FIRST), b_o.shape), b_o)
-    return b_o
-
-
-@triton.jit
 def both(b_a, b_b, b_c, b_d):
     return b_a + b_c, b_b + b_d
-
-
-@triton.jit
-def written(b_S, b_k, b_x, V_FIRST: tl.constexpr):
-    """S + k x', rounded once."""
-    b_W: tl.tuple = ()
-    for j in tl.static_range(len(b_S)):
-        b_kj = tl.broadcast_to(on_keys(b_k[j], V_FIRST), b_S[j].shape)
-        b_W = b_W + (tl.fma(b_kj, tl.broadcast_to(on_values(b_x, V_FIRST), b_kj.shape), b_S[j]),)
-    return b_W
 
 
 @triton.jit
@@ -147,28 +128,23 @@ def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
 
 
 @triton.jit
-def forget(b_g, A, b_bias, bound, RAW: tl.constexpr, BIAS: tl.constexpr):
-    """`forgets` of a vector of keys."""
-    b_f: tl.tuple = ()
-    for j in tl.static_range(len(b_g)):
-        b_f = b_f + (forgets(b_g[j], A, b_bias[j] if BIAS else 0.0, bound, RAW),)
-    return b_f
+def key_and_gate(
+    j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K: tl.constexpr, GATE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Block j of what a token writes along and of what it leaves: b_f where that is no matter of keys."""
+    if GATE == "key":
+        b_g = at(p_g, j, o_k, K)
+        b_f = forgets(b_g, A, at(p_bias, j, o_k, K) if BIAS else 0.0, bound, RAW)
+    b_k = left_over(b_g) if KEYS else at(p_k, j, o_k, K) * r_k
+    return b_k, b_f
 
 
 @triton.jit
-def forgotten(b_S, b_f, zero, GATE: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):
-    """e^g S."""
-    b_R: tl.tuple = ()
-    for j in tl.static_range(len(b_S)):
-        b_s = once_more(b_S[j], zero, PTX)
-        if GATE == "key":
-            b_s *= on_keys(b_f[j], V_FIRST)
-        elif GATE == "value":
-            b_s *= on_values(b_f, V_FIRST)
-        elif GATE != "none":
-            b_s *= b_f
-        b_R = b_R + (b_s,)
-    return b_R
+def rescaled(b_k, b_z, centre, log_most, eps):
+    """Keys by what each channel has seen: k most^(-softsign(log(z + eps) - centre))."""
+    b_r = tl.log(b_z + eps) - centre
+    return b_k * exp(-log_most * tl.div_rn(b_r, 1.0 + tl.abs(b_r)))
 
 
 @triton.jit
@@ -197,45 +173,8 @@ def keep_column(p_z, b_z, live, o_k, APART: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def dot(b_x, b_y):
-    """The sum over all keys of x y."""
-    b_o = b_x[0] * b_y[0]
-    for j in tl.static_range(1, len(b_x)):
-        b_o = tl.fma(b_x[j], b_y[j], b_o)
-    return tl.sum(b_o, 0)
-
-
-@triton.jit
 def nothing(like, NK: tl.constexpr):
     b_x: tl.tuple = ()
     for _ in tl.static_range(NK):
         b_x = b_x + (tl.zeros(like.shape, tl.float32),)
-    return b_x
-
-
-@triton.jit
-def more(b_z, b_x, f, number):
-    """f z + number x."""
-    b_y: tl.tuple = ()
-    for j in tl.static_range(len(b_z)):
-        b_y = b_y + (tl.fma(b_z[j], tl.zeros_like(b_z[j]) + f, b_x[j] * number),)
-    return b_y
-
-
-@triton.jit
-def rescaled(b_k, b_z, centre, log_most, eps):
-    """Keys by what each channel has seen: k most^(-softsign(log(z + eps) - centre))."""
-    b_w: tl.tuple = ()
-    for j in tl.static_range(len(b_k)):
-        b_r = tl.log(b_z[j] + eps) - centre
-        b_w = b_w + (b_k[j] * exp(-log_most * tl.div_rn(b_r, 1.0 + tl.abs(b_r))),)
-    return b_w
-
-
-@triton.jit
-def what_is_left(b_g):
-    """1 - e^g of a vector of keys."""
-    b_x: tl.tuple = ()
-    for j in tl.static_range(len(b_g)):
-        b_x = b_x + (left_over(b_g[j].to(tl.float32)),)
     return b_x

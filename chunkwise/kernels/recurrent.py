@@ -23,31 +23,27 @@ import triton
 import triton.language as tl
 
 from .block import (
+    at,
     both,
     column,
-    dot,
-    forget,
     forgets,
-    forgotten,
     keep,
     keep_column,
-    keys,
-    more,
+    key_and_gate,
     nothing,
     on_keys,
     on_values,
-    product,
-    read,
+    once_more,
+    put,
     rescaled,
     rounded,
+    single,
     singles,
     state,
     times,
     total,
     unit,
-    what_is_left,
-    written,
-)  # fmt: skip
+)
 from .exact import exp, sigmoid, softplus
 
 
@@ -111,12 +107,7 @@ def recurrent_kernel(
         A = tl.load(A_log + i_hv).to(tl.float32)
     elif RAW != "":
         A = exp(tl.load(A_log + i_hv).to(tl.float32))
-    b_bias = 0.0
-    if BIAS:
-        if GATE == "key":
-            b_bias = keys(dt_bias + i_hv * K, o_k, K, NK)
-        else:
-            b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
+    b_bias = tl.load(dt_bias + i_hv).to(tl.float32) if BIAS and GATE != "key" else 0.0
     if GATE == "head":
         b_head = exp(tl.load(g + i_hv).to(tl.float32))
     if COLUMN != "":
@@ -130,6 +121,8 @@ def recurrent_kernel(
             b_first = state(S0 + i_slot * s0 + o_S, live, o_k, m_v, STEP, K, NK, V_FIRST)
         else:
             b_first = nothing(o_S, NK)
+        if ONE and not V_FIRST:
+            tl.debug_barrier()  # all loads are under way before anything waits for one: the compiler would put off most of them
         b_S = singles(b_first)
         if TREE:
             b_root = b_S
@@ -140,9 +133,9 @@ def recurrent_kernel(
             row, i_row = bos + t, bos * ROWS + i
             first, last = i - t * ROWS == 0, i - t * ROWS == ROWS - 1  # of a token's rows
             p_q, p_k = q + row * sq + (i_hv // GROUP) * K, k + i_row * sk + (i_hv // GROUP) * K
+            p_g, p_bias = g + row * sg + (i_hv // GROUP_G) * K, dt_bias + i_hv * K  # of gates of keys
             b_v = tl.load(v + i_row * sv + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # values
             r_q, r_k = unit(p_q, K, NORM) * scale, unit(p_k, K, NORM)
-            b_q, b_k = times(keys(p_q, o_k, K, NK), r_q), times(keys(p_k, o_k, K, NK), r_k)
             if TREE:
                 i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
                 if first & (i_p < 0):
@@ -169,27 +162,54 @@ def recurrent_kernel(
                 b_f = forgets(b_f, A, b_bias, bound, RAW)
                 if ROWS > 1:
                     b_f = tl.where(first, b_f, 1.0)
-            elif GATE == "key":
-                b_g = keys(g + row * sg + (i_hv // GROUP_G) * K, o_k, K, NK)
-                b_f = forget(b_g, A, b_bias, bound, RAW, BIAS)  # keys
-                if KEYS:
-                    b_k = what_is_left(b_g)
             elif GATE == "value":
                 b_f = forgets(tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0), A, b_bias, bound, RAW)  # values
-            b_e = b_k
             if ERASE:
                 p_a = a + row * sa + (i_hv // GROUP_A) * K
-                b_e = times(keys(p_a, o_k, K, NK), unit(p_a, K, NORM_A))
-                if ERASES:
-                    b_e = product(b_e, b_k)
-            if COLUMN == "sum":
-                b_z = more(b_z, b_k, 1.0, 1.0)
-            elif COLUMN == "seen":
-                b_left = exp(tl.load(g_seen + row * sg_seen + i_hv // GROUP).to(tl.float32))
-                b_z = more(b_z, product(b_k, b_k), b_left, tl.load(beta_seen + row * sbeta_seen + i_hv // GROUP).to(tl.float32))
-                b_k = rescaled(b_k, b_z, tl.load(centre + i_hv // GROUP).to(tl.float32) if CENTRE else middle, log_most, eps)
+                r_a = unit(p_a, K, NORM_A)
+            if COLUMN == "seen":
+                left = exp(tl.load(g_seen + row * sg_seen + i_hv // GROUP).to(tl.float32))
+                strong = tl.load(beta_seen + row * sbeta_seen + i_hv // GROUP).to(tl.float32)
+                c = tl.load(centre + i_hv // GROUP).to(tl.float32) if CENTRE else middle
+            p_b = b + row * sb + (i_hv // GROUP_B) * K
+            if not (KEYS or COLUMN == "seen"):
+                b_own = total(p_q, p_k, u + i_hv * K, K, not BONUS) * r_q * r_k
+            if RULE == "dplr":
+                b_other = total(p_q, p_b, p_b, K, True) * r_q
             b_was = b_first if ONE and not TREE else b_S
-            b_o = read(b_was, product(b_q, b_f) if GATE == "key" and not BONUS else b_q, V_FIRST)
+            b_o = tl.zeros(o_S.shape, tl.float32)  # to be summed over the keys of a block
+            b_x = b_o
+            b_qk, b_qz = tl.zeros([KB], tl.float32), tl.zeros([KB], tl.float32)
+            b_now: tl.tuple = ()
+            b_ks: tl.tuple = ()
+            b_fs: tl.tuple = ()
+            for j in tl.static_range(NK):
+                b_k, b_fk = key_and_gate(j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K, GATE, RAW, BIAS, KEYS)
+                b_q = at(p_q, j, o_k, K) * r_q
+                b_e = b_k
+                if ERASE:
+                    b_e = at(p_a, j, o_k, K) * r_a
+                    b_e = b_e * b_k if ERASES else b_e
+                if COLUMN == "sum":
+                    b_now = b_now + (b_z[j] + b_k,)
+                    b_qz = tl.fma(b_q, b_now[j], b_qz)
+                elif COLUMN == "seen":
+                    b_now = b_now + (tl.fma(b_z[j], tl.zeros_like(b_k) + left, b_k * b_k * strong),)
+                    b_k = rescaled(b_k, b_now[j], c, log_most, eps)
+                if KEYS or COLUMN == "seen":
+                    b_qk = tl.fma(b_q, b_k, b_qk)
+                b_ks, b_fs = b_ks + (b_k,), b_fs + (b_fk,)
+                b_s = single(b_was[j])
+                if GATE == "key":
+                    b_q = b_q if BONUS else b_q * b_fk
+                    b_e = b_e if BEFORE else b_e * b_fk
+                b_o = tl.fma(b_s, tl.broadcast_to(on_keys(b_q, V_FIRST), b_o.shape), b_o)
+                if RULE != "add":
+                    b_x = tl.fma(b_s, tl.broadcast_to(on_keys(b_e, V_FIRST), b_o.shape), b_x)
+            if COLUMN != "":
+                b_z = b_now
+            if KEYS or COLUMN == "seen":
+                b_own = tl.sum(b_qk, 0)
             b_w = b_v  # what is written along k
             if WRITES:
                 b_w *= tl.load(writes + row * swrites + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -198,7 +218,6 @@ def recurrent_kernel(
             if RULE == "add":
                 b_o = tl.sum(b_o, AXIS)  # values
             else:
-                b_x = read(b_was, product(b_e, b_f) if GATE == "key" and not BEFORE else b_e, V_FIRST)
                 b_o, b_x = tl.reduce((b_o, b_x), AXIS, both)  # values
                 if not (GATE == "key" or BEFORE):
                     b_x *= b_f
@@ -208,31 +227,47 @@ def recurrent_kernel(
             if RULE == "delta" and USE_BETA:
                 b_beta = tl.load(beta + i_row * sbeta + i_hv).to(tl.float32)
                 b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
-            if KEYS or COLUMN == "seen":
-                b_own = dot(b_q, b_k)
-            else:
-                b_own = total(p_q, p_k, u + i_hv * K, K, not BONUS) * r_q * r_k
             b_o = tl.fma(tl.zeros_like(b_o) + b_own, b_w, b_o)
-            b_S = forgotten(b_was, b_f, zero, GATE, V_FIRST, PTX)
-            b_S = written(b_S, b_k, b_w, V_FIRST)
             if RULE == "dplr":
-                p_b = b + row * sb + (i_hv // GROUP_B) * K
-                b_o = tl.fma(tl.zeros_like(b_o) + total(p_q, p_b, p_b, K, True) * r_q, b_x, b_o)
-                b_S = written(b_S, keys(p_b, o_k, K, NK), b_x, V_FIRST)
+                b_o = tl.fma(tl.zeros_like(b_o) + b_other, b_x, b_o)
             if COLUMN == "sum":
-                b_o = tl.div_rn(b_o, tl.zeros_like(b_o) + (dot(b_q, b_z) + eps))
+                b_o = tl.div_rn(b_o, tl.zeros_like(b_o) + (tl.sum(b_qz, 0) + eps))
             if SKIP:
                 b_o = tl.fma(tl.zeros_like(b_o) + tl.load(skip + i_hv).to(tl.float32), b_v, b_o)
-            tl.store(o + (row * HV + i_hv) * V + o_v, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=m_v & last)
+            put(o + (row * HV + i_hv) * V, tl.where(live, b_o, 0.0), o_k, o_v, m_v & last, V_FIRST)
+            b_S = ()
+            for j in tl.static_range(NK):
+                b_k, b_fk = b_ks[j], b_fs[j]
+                if not V_FIRST:  # once more, from the caches: the registers they would lie in are other programs'
+                    b_k, b_fk = key_and_gate(j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K, GATE, RAW, BIAS, KEYS)
+                    if COLUMN == "seen":
+                        b_k = rescaled(b_k, b_z[j], c, log_most, eps)
+                b_s = once_more(b_was[j], zero, PTX)
+                if GATE == "key":
+                    b_s *= on_keys(b_fk, V_FIRST)
+                elif GATE == "value":
+                    b_s *= on_values(b_f, V_FIRST)
+                elif GATE != "none":
+                    b_s *= b_f
+                b_s = tl.fma(tl.broadcast_to(on_keys(b_k, V_FIRST), b_s.shape), tl.broadcast_to(on_values(b_w, V_FIRST), b_s.shape), b_s)
+                if RULE == "dplr":
+                    b_b = tl.broadcast_to(on_keys(at(p_b, j, o_k, K), V_FIRST), b_s.shape)
+                    b_s = tl.fma(b_b, tl.broadcast_to(on_values(b_x, V_FIRST), b_s.shape), b_s)
+                if ONE and FINAL:
+                    keep(ST + i_slot * sT + o_S, b_s, j, live, o_k, m_v, STEP, K, V_FIRST)
+                b_S = b_S + (b_s,)
             if EACH:
                 if last:
                     b_S = rounded(b_S, ST.dtype.element_ty)  # the next token goes on from what is stored, as it would in a step of its own
                     i_s = tl.load(into + i_n * columns + t, mask=live & (t < columns), other=-1).to(tl.int64)
-                    keep(ST + i_s * sT + o_S, b_S, i_s >= 0, o_k, m_v, STEP, K, V_FIRST)
+                    for j in tl.static_range(NK):
+                        keep(ST + i_s * sT + o_S, b_S[j], j, i_s >= 0, o_k, m_v, STEP, K, V_FIRST)
                     if COLUMN != "":
                         b_z = rounded(b_z, ST.dtype.element_ty)
                         keep_column(ST + i_s * sT + o_z, b_z, i_s >= 0, o_k, k_apart, K)
         if FINAL:
-            keep(ST + i_slot * sT + o_S, b_S, live, o_k, m_v, STEP, K, V_FIRST)
+            if not ONE:
+                for j in tl.static_range(NK):
+                    keep(ST + i_slot * sT + o_S, b_S[j], j, live, o_k, m_v, STEP, K, V_FIRST)
             if COLUMN != "":
                 keep_column(ST + i_slot * sT + o_z, b_z, live, o_k, k_apart, K)
