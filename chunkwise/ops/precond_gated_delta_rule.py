@@ -57,27 +57,21 @@ def passes(
     return o, None if S is None else torch.cat((S, AT[..., None]), -1)
 
 
-def raw(
-    q: Tensor, k: Tensor, v: Tensor, g_atk: Tensor, g: Tensor, beta_atk: Tensor, beta: Tensor, log_atk_scale: Tensor | None, x: float,
-    eps: float,
-) -> tuple[Streams, Raw]:  # fmt: skip
-    return Streams(q, k, v, g=g, beta=beta), Raw(
-        memory="seen", g_seen=g_atk, beta_seen=beta_atk, centre=log_atk_scale, middle=CENTRE, most=x, eps=eps
-    )
+def raw(x: float, eps: float, log_atk_scale: Tensor | None, g_atk: Tensor, beta_atk: Tensor, **t: Tensor) -> tuple[Streams, Raw]:
+    return Streams(**t), Raw(memory="seen", g_seen=g_atk, beta_seen=beta_atk, centre=log_atk_scale, middle=CENTRE, most=x, eps=eps)
 
 
 def preconditioned(name: str, gate: Gate) -> Op:
     """The rule with a gate per head, or per key channel."""
     g = "B T HV" if gate is Gate.SCALAR else "B T HV K"
     return Op(
-        name=name, gate=gate, rule=Rule.DELTA, paper="https://arxiv.org/abs/2604.21100",
+        name=name, gate=gate, rule=Rule.DELTA, options=GateOptions, paper="https://arxiv.org/abs/2604.21100",
         args=dict(
             q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), g_atk=Arg("B T H", log_decay, free_dtype=True),
             g=Arg(g, log_decay, free_dtype=True), beta_atk=Arg("B T H", write_strength, free_dtype=True),
             beta=Arg("B T HV", write_strength, free_dtype=True), log_atk_scale=Arg("H", centre, optional=True, free_dtype=True),
         ),
         step=step, lower=None, passes=passes, raw=raw, settings=dict(x=1.5, eps=1e-6), state="N HV K V+1", valid=Tensor.abs,
-        options=GateOptions,
     )  # fmt: skip
 
 
@@ -101,7 +95,5 @@ def precond_gated_delta_rule(
 
 
 (
-    chunk_precond_gated_delta_rule,
-    fused_chunk_precond_gated_delta_rule,
-    fused_recurrent_precond_gated_delta_rule,
+    chunk_precond_gated_delta_rule, fused_chunk_precond_gated_delta_rule, fused_recurrent_precond_gated_delta_rule,
 ) = PRECOND_GATED_DELTA_RULE.publish(precond_gated_delta_rule)  # fmt: skip
