@@ -30,7 +30,7 @@ META = torch.device("meta")
 EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
 
 
-def alike(x: Tensor, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+def alike(x: Tensor, *, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=META)
 
 
@@ -40,7 +40,8 @@ def added(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype:
     return torch.empty(shape, dtype=dtype or x.dtype, device=META)
 
 
-SHAPES = {  # of contiguous tensors without contents: PyTorch works them out in Python, and imports sympy for it: seconds of a first call
+# Of contiguous tensors without contents PyTorch works these shapes out in Python, and imports sympy for it: seconds of a first call.
+SHAPES: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.empty_like.default: alike,
     torch.ops.aten.sum.dim_IntList: added,
 }
@@ -124,7 +125,8 @@ class Recorder(Listener):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        made = (SHAPES.get(op, op) if args and isinstance(args[0], Tensor) and args[0].is_contiguous() else op)(*args, **kwargs)
+        plain = op in SHAPES and args[0].is_contiguous() and kwargs.keys() <= {"dtype", "pin_memory"}
+        made = (SHAPES[op] if plain else op)(*args, **kwargs)
         if self.aside:
             return made
         outs = made if isinstance(made, (tuple, list)) else (made,)
