@@ -106,8 +106,9 @@ class Side:
 
     def replayed(self) -> Any:  # on a GPU alone
         """What a replay writes, into memory that held NaN before."""
-        for t in tensors(self.kept):
-            t.fill_(float("nan"))
+        with torch.no_grad():  # gradients may lie where an input did
+            for t in tensors(self.kept):
+                t.fill_(float("nan"))
         self.restore()
         self.graph.replay()
         torch.cuda.synchronize(self.device)

@@ -23,16 +23,20 @@ Results = dict[str, Tensor]
 
 
 class Work:
-    """A function's two calls on a module's inputs."""
+    """A function's two calls on inputs of its own, which it may write into: gradients over what they are of, states."""
 
     def __init__(self, m: Module, function: Function, upstream: Sequence[Tensor]):
-        self.function, self.upstream = function, upstream
-        self.leaves = {n: t.detach().requires_grad_(m.both is not None) for n, t in m.leaves.items()}
-        self.state, self.first = m.state, None if m.state is None else m.state.clone()
+        self.function, self.first = function, (*m.leaves.values(), *upstream)
+        self.upstream = [u.clone() for u in upstream]
+        self.leaves = {n: t.detach().clone().requires_grad_(m.both is not None) for n, t in m.leaves.items()}
+        self.state, self.before = m.state, None if m.state is None else m.state.clone()
 
     def restore(self) -> None:
-        if self.state is not None and self.first is not None:
-            self.state.copy_(self.first)
+        with torch.no_grad():
+            for t, first in zip((*self.leaves.values(), *self.upstream), self.first):
+                t.copy_(first)
+            if self.state is not None and self.before is not None:
+                self.state.copy_(self.before)
 
     def forward(self) -> Results:
         with torch.no_grad():
@@ -87,8 +91,10 @@ class ModuleBench:
             try:
                 work = works.get(who) or Work(self.m, self.m.others[who](), upstream)
                 for backward in self.passes.values():
-                    Side(work.step if backward else work.forward, self.device).wall()
-                    work.restore()
+                    try:
+                        Side(work.step if backward else work.forward, self.device).wall()
+                    finally:
+                        work.restore()
                 works[who] = work
                 self.say(f"{who}: warm")
             except Exception as error:
