@@ -52,3 +52,21 @@ def test_what_compiles_with_gradients_compiles_without():
         assert all(map(torch.equal, *(torch.autograd.grad(f(*given).sum(), given[0]) for f in (compiled, function))))
         with torch.no_grad():
             assert torch.equal(compiled(*given), function(*given))
+
+
+@pytest.mark.parametrize("what", ["operator", "elementwise scan", "loss"])
+def test_compiled_forward_mode_is_refused_as_it_is_otherwise(what):
+    """An operator of ours would drop tangents: derivatives of zero."""
+    z, target, gate = torch.randn(6, 7), torch.arange(6), torch.randn(1, 6, 7).sigmoid().log()
+    loss = {
+        "operator": lambda z: chunkwise.gla(z[None, :, None], z[None, :, None], z[None, :, None], gate[:, :, None])[0].sum(),
+        "elementwise scan": lambda z: chunkwise.hgrn(z[None], gate)[0].sum(),
+        "loss": lambda z: chunkwise.nn.cross_entropy(z, target),
+    }[what]
+    along = lambda z: torch.func.jvp(loss, (z,), (torch.ones_like(z),))[1]
+    for refused in (along, torch.compile(along, backend="eager", fullgraph=True)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception):  # noqa: B017
+            refused(z)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(loss, backend="eager", fullgraph=True)(z), loss(z))

@@ -204,11 +204,15 @@ def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | Non
 _refusing = once_differentiable(_back)  # it costs more than much of a step; without a graph of the gradients there is nothing to refuse
 
 
+@torch.compiler.assume_constant_result  # what was traced is guarded by it anyhow
+def tangents() -> bool:
+    """Whether tangents may be carried along."""
+    return forward_ad._current_level >= 0
+
+
 def forward_mode() -> bool:
     """Whether tangents may be carried along, or another transform is at work: an autograd.Function refuses what an operator would drop."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return tangents() or not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def trim(kept: dict[Any, Any], most: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..engine.library import direct
+from ..engine.library import direct, tangents
 
 TRITON = importlib.util.find_spec("triton") is not None
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
@@ -61,7 +61,8 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> C
 def differentiable(function: type[Function]) -> Callable[..., Any]:
     """A class of forward and setup_context becomes its `apply`. Where nobody looks it is that of a twin whose forward sets the context
     itself: of one that has it apart PyTorch works out the defaults of its arguments at every call, longer than a kernel's launch takes.
-    Compiled, where no gradient is wanted, it is `forward` alone: torch 2.13 would hand one of any number of arguments a context there."""
+    Compiled, where no gradient is wanted, it is `forward` alone: torch 2.13 would hand one of any number of arguments a context there;
+    not in forward mode, which no kernel has and a `forward` alone would take for derivatives of zero."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = function.forward(*args)
@@ -72,7 +73,7 @@ def differentiable(function: type[Function]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         tensors = tuple(t for t in args if isinstance(t, Tensor))
-        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors) or tangents()):
             return function.forward(*args)
         return (twin if direct(tensors) else function).apply(*args)
 
