@@ -102,6 +102,8 @@ class Captured:
             self.moved = self.restless(places)
             self.graphs, self.calls, self.refused, self.places, self.pool, self.age = {}, {}, {}, places, None, 0
         self.age += 1
+        if self.moved and self.age > 3:  # lies still now
+            self.moved, self.calls, self.refused = {}, {}, {}
         if (graph := self.graphs.get(kind)) is None:
             seen = self.calls[kind] = self.calls.get(kind, 0) + 1
             if kind not in self.refused and (reason := self.obstacle(tensors)):
