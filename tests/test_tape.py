@@ -144,6 +144,18 @@ def test_what_differs_in_strides_type_or_grad_mode_is_decided_apart():
         alike(BASIC(x), anew(BASIC, x))
 
 
+def test_calls_without_gradients_are_no_model_for_those_with():
+    x, S0 = drawn(BASIC, 0)
+    learn = {n: t.requires_grad_() for n, t in x.items()}
+    with torch.no_grad():
+        for _ in range(4):
+            BASIC(learn)
+            decode(BASIC, learn, S0)
+    assert BASIC(learn)[0].requires_grad
+    with pytest.raises(ValueError, match="has no gradient, and q requires one"):
+        decode(BASIC, learn, S0)
+
+
 def test_numbers_in_tensors_are_looked_at_every_time():
     x, _ = drawn(BASIC, 0, T=6)
     for ends in ([0, 2, 6], [0, 5, 6], [0, 0, 6]):
@@ -153,6 +165,10 @@ def test_numbers_in_tensors_are_looked_at_every_time():
             BASIC(x, cu_seqlens=torch.tensor([0, 5, 5]))
     for scale in (torch.tensor(1.0), torch.tensor(2.0)):
         alike(BASIC(x, scale=scale), anew(BASIC, x, scale=scale))
+    for _ in range(3):
+        BASIC(x, scale=0.5)
+    with pytest.raises(ValueError, match="only one element tensors"):  # as a first call says
+        BASIC(x, scale=torch.tensor([0.5, 0.5]))
 
 
 def test_refusals_come_back():

@@ -47,12 +47,19 @@ class Alike:
         if names != self.names:
             return False
         rest = self.others(values)
-        return rest == self.rest and [*map(type, rest)] == self.types and self.check(*self.tensors(values))
+        return [*map(type, rest)] == self.types and rest == self.rest and self.check(*self.tensors(values))
 
 
 def alike(names: tuple[Any, ...], values: tuple[Any, ...]) -> Alike | None:
-    """None where PyTorch has no such check, or does under autocast what a tape would not."""
-    return None if _Guards is None or torch.is_autocast_enabled("cpu") else Alike(names, values)
+    """None where PyTorch has no such check, or does under autocast what a tape would not.
+
+    Without gradients, of tensors that require one, too: the check would take later calls with gradients for this one.
+    """
+    if _Guards is None or torch.is_autocast_enabled("cpu"):
+        return None
+    if not torch.is_grad_enabled() and any(type(t) in PLAIN and t.requires_grad for t in values):
+        return None
+    return Alike(names, values)
 
 
 def _picker(at: list[int]) -> Any:
@@ -81,9 +88,9 @@ class Decided:
     def remember(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
         """Make ready to be asked whether a call is like this one, whose values are these; False where nobody could tell."""
         if self.alike is None:
-            self.alike = alike(names, values)
             where = [names.index(n) if n in names else len(names) for n in (*self.names, *TENSORS)]
             self.tensors = itemgetter(*where)
+            self.alike = alike(names, values)  # last: another thread that finds it asks for the rest
         return self.alike is not None
 
     def run(self, *tensors: Any) -> Output:
