@@ -99,13 +99,14 @@ def slots(p: Problem, x: Streams, s: States) -> Tensor:
     M, o = given.shape[3], x.q.new_empty(p.B, p.T, p.HV, p.V)
     c = config("slot_odd" if s.odd else "slot", replace(p, V=M))
     (q, sq), (k, sk), (v, sv), (t, st), (g, sg) = rows(x.q), rows(x.k), rows(x.v), rows(given), _rows(x.g, o)
-    spare = o if s.into is None else pool.new_empty(p.N, *pool.shape[1:])
+    spare = o if s.into is None else pool.new_empty(p.N if s.parents is None else 2 * p.N, *pool.shape[1:])
     launch(
         slot_kernel, p.N * p.HV,
         q, k, v, t, g, pool, spare, *(dense(t, o) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
         sq, sk, sv, st, sg, pool.stride(0), p.T, p.HV, s.columns, p.scale,
-        M=M, K=p.K, V=p.V, BM=padded(M), BD=c.BK, GROUP=p.HV // p.H, LINE=pool.stride(2), HEAD=pool.stride(1), RUNNING=x.g is None,
-        PACKED=p.cu_seqlens is not None, TURNED=s.v_first, INDEXED=s.slots is not None, EACH=s.into is not None,
+        M=M, K=p.K, V=p.V, BM=padded(M), BD=c.BK, GROUP=p.HV // p.H, LINE=pool.stride(2),
+        HEAD=pool.shape[2] * pool.shape[3],  # of a single head any stride is dense
+        RUNNING=x.g is None, PACKED=p.cu_seqlens is not None, TURNED=s.v_first, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None,
         config=replace(c, fuse=False),
     )  # fmt: skip

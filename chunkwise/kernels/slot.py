@@ -4,7 +4,8 @@
     RUNNING  s are logits: z' = log(e^z + e^s), e^g = e^(z - z'), and e^(s - z') is written; z is kept behind the values
 
 A state [M, K + V] (+ 1) is larger than the registers, so it is read from memory and written there for every token, BD channels of all
-slots at a time; what the next token goes on from is what is stored. No slot for the state after a token: it goes to `spare`.
+slots at a time; what the next token goes on from is what is stored. No slot for the state after a token: it goes to `spare`. There
+lies the first state too where several tokens may go on from it: what one makes may be stored in its slot.
 """
 
 import triton
@@ -38,7 +39,7 @@ def store(p_S, p_spare, o_x, b_x, here, there, m, EACH: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "HV", "columns"])
 def slot_kernel(
     q, k, v, s, g,
-    pool, spare,  # [N, HV, M, K + V] (+ 1) for states that are not kept
+    pool, spare,  # [N, HV, M, K + V] (+ 1) for states that are not kept, then with TREE as many for first states
     cu_seqlens, index, into, accepted, parents,
     o,  # [rows, HV, V]
     sq, sk, sv, ss, sg,  # rows are so far apart
@@ -75,7 +76,16 @@ def slot_kernel(
         else:
             i_slot = tl.load(index + i_n).to(tl.int64)
         live = i_slot >= 0
-    i_at, away = i_slot, i_slot * 0  # the state that the next token goes on from; whether it is the spare one
+    i_at, away = i_slot, i_slot * 0  # the state that the next token goes on from; whether it is the spare one, or 2: the first's copy
+    if TREE:
+        far_off = tl.num_programs(0).to(tl.int64) * HEAD  # copies lie behind the spare states
+        p_S, p_spare, here, there = place(pool, spare, i_at, away, s0, HEAD, i_nh, i_hv, live)
+        WIDE: tl.constexpr = K + V + 1 if RUNNING else K + V
+        for j in tl.static_range((WIDE + BD - 1) // BD):
+            m = m_m[:, None] & (j * BD + o_d < WIDE)[None, :] & here
+            o_x = o_S + j * BD * d_apart
+            tl.store(p_spare + far_off + o_x, tl.load(p_S + o_x, mask=m, other=0.0), mask=m)
+        tl.debug_barrier()
     for t in range(Tn):
         row = bos + t
         if t > 0:
@@ -84,7 +94,7 @@ def slot_kernel(
         if TREE:
             i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
             if i_p < 0:
-                i_at, away = i_slot, i_slot * 0
+                i_at, away = i_slot, i_slot * 0 + 2
             elif i_p != t - 1:
                 i_at, away = tl.load(into + i_n * columns + i_p, mask=live & (i_p < t), other=-1).to(tl.int64), i_slot * 0
                 lost = tl.where(i_at >= 0, 0.0, float("nan"))  # that state was never made, or not kept
@@ -93,7 +103,9 @@ def slot_kernel(
             i_to = tl.load(into + i_n * columns + t, mask=live & (t < columns), other=-1).to(tl.int64)
             far = tl.where(i_to >= 0, i_slot * 0, i_slot * 0 + 1)
         p_S, p_spare, here, there = place(pool, spare, i_at, away, s0, HEAD, i_nh, i_hv, live)
-        p_to, _, here_to, there_to = place(pool, spare, i_to, far, s0, HEAD, i_nh, i_hv, live)
+        p_to, p_far, here_to, there_to = place(pool, spare, i_to, far, s0, HEAD, i_nh, i_hv, live)
+        if TREE:
+            p_spare += tl.maximum(away - 1, 0) * far_off
         b_s = tl.load(s + row * ss + i_hv * M + o_m, mask=m_m, other=0.0).to(tl.float32)  # [BM]
         if RUNNING:
             o_z = (K + V) * d_apart + o_m * m_apart
@@ -101,7 +113,7 @@ def slot_kernel(
             b_top = tl.maximum(b_z, b_s)
             b_sum = exp(b_z - b_top) + exp(b_s - b_top)
             b_f, b_s = tl.div_rn(exp(b_z - b_top), b_sum), tl.div_rn(exp(b_s - b_top), b_sum)
-            store(p_to, p_spare, o_z, b_top + tl.log(b_sum), here_to, there_to, m_m, EACH)
+            store(p_to, p_far, o_z, b_top + tl.log(b_sum), here_to, there_to, m_m, EACH)
         else:
             b_f = exp(tl.load(g + row * sg + i_hv * M + o_m, mask=m_m, other=0.0).to(tl.float32))
         b_f += lost
@@ -113,7 +125,7 @@ def slot_kernel(
             b_q = tl.load(q + row * sq + (i_hv // GROUP) * K + j * BD + o_d, mask=m_d, other=0.0).to(tl.float32)
             b_S = load(p_S, p_spare, o_S + j * BD * d_apart, here, there, m, EACH) * b_f[:, None]
             b_S = tl.fma(tl.broadcast_to(b_s[:, None], [BM, BD]), tl.broadcast_to(b_k[None, :], [BM, BD]), b_S)
-            store(p_to, p_spare, o_S + j * BD * d_apart, b_S, here_to, there_to, m, EACH)
+            store(p_to, p_far, o_S + j * BD * d_apart, b_S, here_to, there_to, m, EACH)
             b_read = tl.fma(b_S, tl.broadcast_to(b_q[None, :], [BM, BD]), b_read)
         b_l = tl.where(m_m, tl.sum(b_read, 1) * scale, float("-inf"))  # [BM]
         b_p = exp(b_l - tl.max(b_l, 0))
@@ -124,7 +136,7 @@ def slot_kernel(
             b_v = tl.load(v + row * sv + i_hv * V + j * BD + o_d, mask=m_d, other=0.0).to(tl.float32)  # [BD]
             b_S = load(p_S, p_spare, o_S + (K + j * BD) * d_apart, here, there, m, EACH) * b_f[:, None]
             b_S = tl.fma(tl.broadcast_to(b_s[:, None], [BM, BD]), tl.broadcast_to(b_v[None, :], [BM, BD]), b_S)
-            store(p_to, p_spare, o_S + (K + j * BD) * d_apart, b_S, here_to, there_to, m, EACH)
+            store(p_to, p_far, o_S + (K + j * BD) * d_apart, b_S, here_to, there_to, m, EACH)
             b_o = tl.where(live, tl.sum(b_S * b_p[:, None], 0), 0.0)  # [BD]
             tl.store(o + (row * HV + i_hv) * V + j * BD + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
         i_at, away = i_to, far

@@ -264,3 +264,34 @@ def test_its_drafts_are_steps_of_their_own(op: Op, monkeypatch):
             assert torch.equal(step(op, token, state, state_v_first=True), o[n : n + 1, t : t + 1])
             assert into[n, t] < 0 or torch.equal(pool[into[n, t]], state[0])
             made.append(state)
+
+
+@COMPUTED
+def test_branches_of_its_first_state_may_overwrite_it(op: Op, monkeypatch):
+    """The slot a sequence goes on from is among those its tree of tokens fills, as it is where `into` is not given."""
+    on_device(monkeypatch)
+    sizes = dict(B=B, T=4, H=1, HV=2, K=5, V=6)
+    x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
+    where = dict(accepted=torch.tensor([1, 3]), parents=torch.tensor([[-1, -1, 0, 1], [-1, 0, -1, -1]]))
+    pool, index = torch.full((8, *S.shape[1:]), float("nan")), torch.arange(8).view(B, 4)
+    pool[[0, 6]] = S
+    apart = torch.cat((pool, torch.full_like(pool, float("nan"))))
+    o = step(op, x, pool, index, **where)
+    assert torch.equal(o, step(op, x, apart, index, into=index + 8, **where)) and torch.equal(pool, apart[8:])
+
+
+def test_states_that_are_not_kept_have_room_whatever_a_single_head_s_stride(monkeypatch):
+    """Heads first in memory, and one of them: its stride says nothing about how long a state is."""
+    on_device(monkeypatch)
+    op, met = all_ops()["gsa"], []
+    sizes = dict(B=B, T=2, H=1, HV=1, K=5, V=6)
+    x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
+    pool = S.transpose(0, 1).repeat(2, 1, 1, 1)[:1].transpose(0, 1)
+    assert pool.stride(1) == S.numel()
+
+    def spy(kernel, grid, *args, **switches):
+        met.append((args[6].numel(), grid * switches["HEAD"]))  # of what is spare, and of what programs take for theirs
+
+    monkeypatch.setattr(stages_triton_recurrent, "launch", spy)
+    step(op, x, pool, torch.arange(B), into=torch.full((B, 2), -1))
+    assert met == [(S.numel(), S.numel())]
