@@ -159,6 +159,9 @@ def test_shapes_without_contents_are_those_of_pytorch():
         for args, named in ways:
             made, own = record.SHAPES[op](x, *args, **named), op(x, *args, **named)
             assert (made.shape, made.stride(), made.dtype, made.device) == (own.shape, own.stride(), own.dtype, own.device)
+    with Recorder((torch.empty(2, 3, dtype=torch.bool), torch.empty(()))) as recorder:
+        counted, number = recorder.inputs[0].sum(1), recorder.inputs[1].sum(0)
+    assert (counted.dtype, counted.shape, number.shape) == (torch.int64, (2,), ())  # what these do not know goes to PyTorch
 
 
 def _sizes() -> list[tuple[str, list[int], list[int]]]:

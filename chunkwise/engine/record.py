@@ -40,6 +40,11 @@ def added(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype:
     return torch.empty(shape, dtype=dtype or x.dtype, device=META)
 
 
+def _plain(x: Tensor) -> bool:
+    """Whether these know what PyTorch would make: it adds whole numbers up in int64."""
+    return x.is_contiguous() and x.is_floating_point() and x.ndim > 0
+
+
 # Of contiguous tensors without contents PyTorch works these shapes out in Python, and imports sympy for it: seconds of a first call.
 SHAPES: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.empty_like.default: alike,
@@ -125,7 +130,7 @@ class Recorder(Listener):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        plain = op in SHAPES and args[0].is_contiguous() and kwargs.keys() <= {"dtype", "pin_memory"}
+        plain = op in SHAPES and _plain(args[0]) and kwargs.keys() <= {"dtype", "pin_memory"}
         made = (SHAPES[op] if plain else op)(*args, **kwargs)
         if self.aside:
             return made

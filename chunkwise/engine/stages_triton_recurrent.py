@@ -18,6 +18,8 @@ from .raw import NOTHING
 from .stages_triton import dense, rows
 from .tune import card, config, padded
 
+TINY = 2.0**-126  # is added to a column where nothing else is: keys past the last have seen nothing, and 0 log 0 would be no number
+
 
 class States(NamedTuple):
     """Where states are: [N, HV, K, V], or with v_first [N, HV, V, K]; lines are dense, their strides the same in both. `slots`: a pool."""
@@ -68,7 +70,7 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         writes, dense(raw.skip, unused), g_seen, beta_seen, dense(raw.centre, unused),
         first, last, *(dense(t, unused) for t in (p.cu_seqlens, s.slots, s.into, s.accepted, s.parents)), o,
         sq, sk, sv, sg, sbeta, sa, sb, swrites, sg_seen, sbeta_seen, first.stride(0), last.stride(0), p.T, p.HV, s.columns,
-        p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength, raw.middle, log(raw.most), raw.eps,
+        p.scale, 0.0 if raw.lower_bound is None else raw.lower_bound, raw.strength, raw.middle, log(raw.most), max(raw.eps, TINY),
         K=p.K, V=p.V, KB=c.BK, NK=-(-p.K // c.BK), BV=c.BV, GROUP=p.HV // p.H, GROUP_A=1 if erase is None else p.HV // erase.shape[2],
         GROUP_B=1 if x.b is None else p.HV // x.b.shape[2], GROUP_G=1 if p.gate is not Gate.KEY or x.g is None else p.HV // x.g.shape[2],
         LINE=line, HEAD=head, GATE=p.gate.value, RULE=p.rule.value, ERASE=erase is not None, BEFORE=x.a is not None, BONUS=p.bonus,

@@ -246,6 +246,15 @@ def test_what_a_member_computes_is_the_kernel_s(op: Op, monkeypatch):
         check(mine, torchs[live], right[live])
 
 
+def test_keys_past_the_last_are_no_numbers_either_where_nothing_is_added_to_what_keys_have_seen(monkeypatch):
+    op, sizes = all_ops()["precond_gated_delta_rule"], dict(B=B, T=1, H=1, HV=2, K=5, V=6)
+    x, S = op.draw({**EXTRA_SIZES, **sizes}), op.draw_state(sizes, B)
+    want = step(op, x, S.clone(), eps=0.0)
+    on_device(monkeypatch)
+    true = step(op, {n: t.double() for n, t in x.items()}, S.double(), eps=0.0, backend="torch")
+    check(step(op, x, S, eps=0.0), want, true)
+
+
 @COMPUTED
 def test_its_drafts_are_steps_of_their_own(op: Op, monkeypatch):
     """A tree whose states are kept and a line whose states are not, values first, in half precision; bit by bit."""
