@@ -29,8 +29,11 @@ class _Taps(torch.autograd.Function):
     def forward(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         y = room(*x.shape, dtype=x.dtype, device=x.device)
         for n, a, b in _stretches(x):
-            z = _taps(_window(x[n], past[n], a, b), w, bias)
-            y[n, a:b] = nn.functional.silu(z) if silu else z
+            into = y[n, a:b] if _in_place(x) else None
+            z = _taps(_window(x[n], past[n], a, b), w, bias, into)
+            z = nn.functional.silu(z, inplace=into is not None) if silu else z
+            if into is None:
+                y[n, a:b] = z
         return y
 
     @staticmethod
@@ -48,12 +51,14 @@ class _Taps(torch.autograd.Function):
         dw, db = [torch.zeros_like(row) for row in w], None if bias is None else torch.zeros_like(bias)
         for n, a, b in _stretches(x):
             rows, dz = _window(x[n], past[n], a, b), dy[n, a:b]
+            z, product = x.new_empty(2, *dz.shape) if _in_place(x) and not torch.is_grad_enabled() else (None, None)
             if ctx.silu:
-                dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias))
+                place = {} if z is None else {"grad_input": z}
+                dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias, z), **place)
             d[n, a + W - 1 : b + W - 1] = 0
             for j in range(W):
                 d[n, a + j : b + j].addcmul_(dz, w[j])
-                dw[j] += (dz * rows[:, j : j + b - a]).sum((0, 1))
+                dw[j] += torch.mul(dz, rows[:, j : j + b - a], out=product).sum((0, 1))
             if db is not None:
                 db += dz.sum((0, 1))
         return d[:, W - 1 :], d[:, : W - 1], torch.stack(dw), db, None
@@ -77,19 +82,24 @@ def _stretches(x: Tensor) -> list[tuple[slice, int, int]]:
     return [(slice(i, i + group), a, min(T, a + n)) for i in range(0, B, group) for a in range(0, T, n)]
 
 
+def _in_place(x: Tensor) -> bool:
+    """Whether blocks are made where their results lie: not while a graph is made of what is done, and not across x's order in memory."""
+    return not torch.compiler.is_compiling() and x.stride(-1) == 1
+
+
 def _window(x: Tensor, past: Tensor, a: int, b: int) -> Tensor:
     """The tokens that outputs a to b read, [B, W - 1 + b - a, D]."""
     before = past.shape[1]
     return x[:, a - before : b] if a >= before else torch.cat([past[:, a:], x[:, :b]], 1)
 
 
-def _taps(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """bias + sum_j w[j] rows_{t + j}."""
+def _taps(rows: Tensor, w: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
+    """bias + sum_j w[j] rows_{t + j}, in `into` where that is given."""
     T = rows.shape[1] - w.shape[0] + 1
-    y = rows[:, :T] * w[0]
+    y = torch.mul(rows[:, :T], w[0], out=into)
     for j in range(1, w.shape[0]):
-        y = torch.addcmul(y, rows[:, j : j + T], w[j])
-    return y if bias is None else y + bias
+        y = torch.addcmul(y, rows[:, j : j + T], w[j], out=into)
+    return y if bias is None else torch.add(y, bias, out=into)
 
 
 def _forward(*args: Any) -> tuple[list[Tensor], Tensor | None]:
@@ -233,18 +243,10 @@ def by_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    seq_idx: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    activation: str | None = None, cu_seqlens: Tensor | None = None, *, residual: Tensor | None = None, seq_idx: Tensor | None = None,
     channels_first: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """y_t = act(bias + sum_j weight[:, j] x_{t - (W - 1) + j}) + residual_t, each channel alone, nothing read from another sequence.
 
     Args:
@@ -310,12 +312,7 @@ def causal_conv1d(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    state_indices: Tensor | None = None,
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, state_indices: Tensor | None = None
 ) -> Tensor:
     """New tokens on states that move on in place; for decoding, without gradients.
 

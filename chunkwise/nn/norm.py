@@ -28,56 +28,59 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _unit(h: Tensor, eps: float, groups: int, kind: str) -> tuple[Tensor, Tensor]:
-    """(n, one over what it was divided by), [..., D], of groups [..., groups, D / groups]."""
+def _unit(h: Tensor, eps: float, groups: int, kind: str, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(n, one over what it was divided by), [..., D], of groups [..., groups, D / groups]; n in `into` [..., D] where that is given."""
     y = wide(h)
     y = y if groups == 1 else y.unflatten(-1, (groups, -1))
     if kind == "layer":
         y = y - y.mean(-1, keepdim=True)
     square = y.square()
     r = torch.rsqrt((square.sum(-1, keepdim=True) if kind == "l2" else square.mean(-1, keepdim=True)) + eps)
-    return y * r, r
+    return torch.mul(y, r, out=into if into is None else into.view(y.shape)), r
 
 
 def _plain(
     h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float, groups: int, kind: str, activation: str,
-    out: torch.dtype | None,
+    out: torch.dtype | None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y by PyTorch's operators."""
-    y = _unit(h, eps, groups, kind)[0]
+    """y by PyTorch's operators; in `into`, which has the dtype that is computed in, where that is given."""
+    y = _unit(h, eps, groups, kind, into)[0]
     y = y if groups == 1 else y.flatten(-2)
-    y = y if weight is None else y * weight.to(y.dtype)
-    y = y if bias is None else y + bias.to(y.dtype)
-    y = y if gate is None else y * activation_named(activation)(wide(gate))
+    y = y if weight is None else torch.mul(y, weight.to(y.dtype), out=into)
+    y = y if bias is None else torch.add(y, bias.to(y.dtype), out=into)
+    y = y if gate is None else torch.mul(y, activation_named(activation)(wide(gate)), out=into)
     return y.to(h.dtype if out is None else out)
 
 
 def _plain_backward(
     h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, dy: Tensor, eps: float, groups: int, kind: str,
-    activation: str, out: torch.dtype | None,
+    activation: str, out: torch.dtype | None, into: Tensor | None = None, into_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of h and gate [R, D], of weight and bias [D]. With m = d n, d that of n: dh = (d - n mean(m)) / what h was divided by."""
+    """Gradients of h and gate [R, D], of weight and bias [D]. With m = d n, d that of n: dh = (d - n mean(m)) / what h was divided by.
+    Those of h and gate lie in `into` and `into_gate`, which have the dtype that is computed in, where these are given."""
     n, r = _unit(h, eps, groups, kind)
     flat, d, dgate = n.view(h.shape), wide(dy).to(n.dtype), None
     w = None if weight is None else weight.to(n.dtype)
     if gate is not None:
-        g, y = wide(gate).to(n.dtype), flat if w is None else flat * w
-        act, y = activation_named(activation)(g), d * (y if bias is None else y + bias.to(n.dtype))
-        dgate = torch.ops.aten.silu_backward(y, g) if activation == "silu" else torch.ops.aten.sigmoid_backward(y, act)
-        d = d * act
+        g, y = wide(gate).to(n.dtype), flat if w is None else torch.mul(flat, w, out=into)
+        y = torch.mul(d, y if bias is None else torch.add(y, bias.to(n.dtype), out=into), out=into)
+        act, place = activation_named(activation)(g), {} if into_gate is None else {"grad_input": into_gate}
+        silu, backward = activation == "silu", torch.ops.aten
+        dgate = backward.silu_backward(y, g, **place) if silu else backward.sigmoid_backward(y, act, **place)
+        d = torch.mul(d, act, out=None if into is None else act)
     m, db = d * flat, None if bias is None else d.sum(0)
-    dw, d, m = (None, d, m) if w is None else (m.sum(0), d * w, m * w)
-    d, m = d.view(n.shape), m.view(n.shape)
-    d = torch.addcmul(d, n, m.sum(-1, keepdim=True) if kind == "l2" else m.mean(-1, keepdim=True), value=-1)
-    return (d if kind != "layer" else d - d.mean(-1, keepdim=True)).mul_(r).view(h.shape), dw, db, dgate
+    dw, d, m = (None, d, m) if w is None else (m.sum(0), torch.mul(d, w, out=into), m.mul_(w))
+    d, m, into = d.view(n.shape), m.view(n.shape), None if into is None else into.view(n.shape)
+    d = torch.addcmul(d, n, m.sum(-1, keepdim=True) if kind == "l2" else m.mean(-1, keepdim=True), value=-1, out=into)
+    return (d if kind != "layer" else torch.sub(d, d.mean(-1, keepdim=True), out=into)).mul_(r).view(h.shape), dw, db, dgate
 
 
 STRETCH = 1 << 17  # numbers that a block of rows has, about
 
 
 class _Rows(torch.autograd.Function):
-    """`_plain` of rows h [R, D]. A block of rows at a time goes through all of it while caches hold it; what is given alone is kept for
-    the backward pass."""
+    """`_plain` of rows h [R, D], or of h [R, H, D] alone. A block of rows at a time goes through all of it while caches hold it, into its
+    place in the result; what is given alone is kept for the backward pass."""
 
     @staticmethod
     def forward(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, *switches: Any) -> Tensor:
@@ -85,7 +88,10 @@ class _Rows(torch.autograd.Function):
             return _plain(h, weight, bias, gate, *switches)
         y = room(*h.shape, dtype=switches[-1] or h.dtype, device=h.device)
         for rows in stretches:
-            y[rows] = _plain(h[rows], weight, bias, None if gate is None else gate[rows], *switches)
+            into = y[rows] if y.dtype == wide(h[:0]).dtype else None
+            made = _plain(h[rows], weight, bias, None if gate is None else gate[rows], *(*switches, into))
+            if into is None:
+                y[rows] = made
         return y
 
     @staticmethod
@@ -109,14 +115,17 @@ class _Rows(torch.autograd.Function):
         dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
         for rows in _stretches(h):
             some = None if gate is None else gate[rows]
-            dh[rows], more_w, more_b, dg = _plain_backward(h[rows], weight, bias, some, dy[rows], *ctx.switches)
-            for whole, more in ((dw, more_w), (db, more_b)):
-                if whole is not None:
-                    whole += more
-            if dgate is not None and dg is not None:
+            into = [None if t is None or t.dtype != wide(h[:0]).dtype else t[rows] for t in (dh, dgate)]
+            made, more_w, more_b, dg = _plain_backward(h[rows], weight, bias, some, dy[rows], *ctx.switches, *into)
+            if into[0] is None:
+                dh[rows] = made
+            for total, more in ((dw, more_w), (db, more_b)):
+                if total is not None:
+                    total += more
+            if dgate is not None and dg is not None and into[1] is None:
                 dgate[rows] = dg
-        made = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
-        return (*(t if n else None for t, n in zip(made, need)), *none)
+        whole = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
+        return (*(t if n else None for t, n in zip(whole, need)), *none)
 
 
 _rows_function = differentiable(_Rows)
@@ -134,7 +143,7 @@ def _batched(t: Tensor) -> bool:
 def _stretches(h: Tensor) -> list[slice]:
     if h.device.type != "cpu" or torch.compiler.is_compiling():
         return [slice(None)]
-    n = max(16, STRETCH // max(1, h.shape[1]) // 16 * 16)  # whole vectors of lanes
+    n = max(16, STRETCH // max(1, h.shape[1:].numel()) // 16 * 16)  # whole vectors of lanes
     return [slice(a, a + n) for a in range(0, h.shape[0], n)]
 
 
@@ -229,7 +238,9 @@ def _norm(
     h = x if residual is None else x + residual
     if not (direct((h, weight, bias, gate)) or torch.compiler.is_compiling()) or h.numel() <= STRETCH and not torch.is_grad_enabled():
         return _plain(h, weight, bias, gate, *switches), h
-    rows = (h.numel() // max(1, D), D)
+    rows: tuple[int, ...] = (h.numel() // max(1, D), D)
+    if weight is bias is gate is None and h.ndim == 4 and not h.is_contiguous() and h.shape[2] * D <= STRETCH // 16:
+        rows = (-1, h.shape[2], D) if h.numel() else rows  # heads among other channels: tokens stand for rows, which need no copy
     return _rows_function(h.reshape(rows), weight, bias, None if gate is None else gate.reshape(rows), *switches).view(h.shape), h
 
 
