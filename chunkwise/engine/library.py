@@ -204,7 +204,6 @@ def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | Non
 _refusing = once_differentiable(_back)  # it costs more than much of a step; without a graph of the gradients there is nothing to refuse
 
 
-@torch.compiler.assume_constant_result  # what was traced is guarded by it anyhow
 def tangents() -> bool:
     """Whether tangents may be carried along."""
     return forward_ad._current_level >= 0
