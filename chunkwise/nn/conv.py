@@ -55,7 +55,7 @@ class _Taps(torch.autograd.Function):
             if ctx.silu:
                 place = {} if z is None else {"grad_input": z}
                 dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias, z), **place)
-            d[n, a + W - 1 : b + W - 1] = 0
+            d[n, a + W - 1 : b + W - 1].zero_()
             for j in range(W):
                 d[n, a + j : b + j].addcmul_(dz, w[j])
                 dw[j] += torch.mul(dz, rows[:, j : j + b - a], out=product).sum((0, 1))
