@@ -34,18 +34,8 @@ def test_whoever_times_waits_for_those_who_warm_up(tmp_path):
 
 def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    import fcntl
-
     import triton.testing
     from triton.runtime.autotuner import Autotuner
-
-    def alone() -> bool:
-        with lock.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
 
     lock, held = tmp_path / "lock", []
     lock.touch()
@@ -53,10 +43,11 @@ def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch
     monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)  # put back afterwards
     tune_in_turns(lock)
     tuner = Autotuner.__new__(Autotuner)
-    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
+    assert tuner.do_bench(lambda: held.append(not free(lock, alone=False)), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
     assert held == [False, True]
     tuner.offered = 1  # an earlier run chose
-    assert tuner.do_bench(lambda: held.append(alone()), quantiles=(0.5, 0.2, 0.8)) == [0, 0, 0] and held == [False, True, False]
+    assert tuner.do_bench(lambda: held.append(not free(lock, alone=False)), quantiles=(0.5, 0.2, 0.8)) == [0, 0, 0]
+    assert held == [False, True, False]
 
 
 def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):
@@ -156,13 +147,13 @@ def test_all_cases_are_warm_before_the_first_is_timed(tmp_path, monkeypatch):
     assert order == ["warm gla", "warm kda", "warm retention", "rows gla", "rows retention"]
 
 
-def free(lock: Path) -> bool:
-    """Whether a turn alone is to be had."""
+def free(lock: Path, *, alone: bool = True) -> bool:
+    """Whether a turn is to be had: alone, or beside others."""
     import fcntl
 
     with lock.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
