@@ -2,7 +2,7 @@
 
     python bench/device/drop_in.py                       every side in a process of its own, in turn, twice; the errors beside the times
     python bench/device/drop_in.py --together            the same in one process, which patches and unpatches the layer
-    python bench/device/drop_in.py --sizes 1x256 --dtype float32 --device cpu --rounds 1 --sides ours,fallback
+    OMP_NUM_THREADS=2 python bench/device/drop_in.py --device cpu     on a CPU: the drop-in beside transformers alone, half a minute
 
 Sides: ours (the drop-in), fla (fla-core's operator, the convolution of causal_conv1d where it is installed, else transformers' own: what a
 user of these has), fla+conv (fla-core's operator, our convolution: the operators alone differ), fallback (transformers alone). Errors are
@@ -26,6 +26,11 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import torch
+
+DEFAULTS = {
+    "cuda": dict(sides="ours,fla,fla+conv", sizes="1x8192,4x4096", dtype="bfloat16", hidden=2048, rounds=2),
+    "cpu": dict(sides="ours,fallback", sizes="1x2048", dtype="float32", hidden=256, rounds=1, together=True),
+}
 
 
 def layer(device: str, hidden: int = 2048):
@@ -140,7 +145,7 @@ def sides(a) -> None:
     if any("fla" in s for s in a.sides.split(",")):
         with bound("fla", a):  # transformers' file takes what it finds when it is imported
             pass
-    model = layer(a.device, a.hidden)
+    model, found = layer(a.device, a.hidden), []
     for round_ in range(a.rounds):
         for name in a.sides.split(","):
             with bound(name, a) as modeling:
@@ -150,9 +155,23 @@ def sides(a) -> None:
                     low, (B, T) = copy.deepcopy(model).to(getattr(torch, a.dtype)), map(int, size.split("x"))
                     torch.manual_seed(1)
                     x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
-                    for way in (measure, *[compiled] * (a.compile and name == "ours" and round_ == 0)):
-                        line = {"side": name, "dtype": a.dtype, **parts, "torch": torch.__version__}
-                        way(line | {"hidden": a.hidden, "B": B, "T": T}, low, x, a, round_ == 0)
+                    line = {"side": name, "dtype": a.dtype, **parts, "torch": torch.__version__, "hidden": a.hidden, "B": B, "T": T}
+                    found.append(measure(line, low, x, a, round_ == 0) | {"round": round_})
+                    if a.compile and name == "ours" and round_ == 0:
+                        compiled(line, low, x, a)
+    for one in found:
+        if one["side"] == "ours":
+            compare(one, [other for other in found if other["side"] != "ours" and all(one[n] == other[n] for n in ("B", "T", "round"))])
+
+
+def compare(one, others) -> None:
+    """How many times as fast as each of the others `one` was: calls, by the host's clock."""
+    where = f"{one['B']}x{one['T']}, hidden {one['hidden']}"
+    for other in others:
+        for name in ("forward", "step"):
+            ours, theirs = one[f"{name}_ms"], other[f"{name}_ms"]
+            if isinstance(ours, list) and isinstance(theirs, list):
+                print(f"{where}, {name}: the drop-in is {theirs[1] / ours[1]:.2f} times as fast as {other['side']}", flush=True)
 
 
 def said(line, a) -> None:
@@ -171,8 +190,9 @@ def truth(low, x):
         return results(copy.deepcopy(low).double(), x.double())
 
 
-def measure(line, low, x, a, proof: bool) -> None:
-    """Errors (proof) and times of the layer `low` of x [B, T, hidden]."""
+def measure(line, low, x, a, proof: bool):
+    """Errors (proof) and times of the layer `low` of x [B, T, hidden], said and returned."""
+    line = line | ({"threads": torch.get_num_threads()} if a.device == "cpu" else {})
     grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
     if proof and not a.no_errors:
         attempt(line, "errors", lambda: errors(results(low, x), truth(low, x)))
@@ -202,9 +222,10 @@ def measure(line, low, x, a, proof: bool) -> None:
         for name, call in (("forward", forward), ("step", step)):
             attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
     said(line, a)
+    return line
 
 
-def compiled(line, low, x, a, proof: bool) -> None:
+def compiled(line, low, x, a) -> None:
     """Graph breaks, errors and times of the layer compiled whole, each said as soon as it is known."""
     grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
     torch._dynamo.reset()
@@ -235,12 +256,12 @@ def compiled(line, low, x, a, proof: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--together", action="store_true", help="all sides in this process")
-    parser.add_argument("--sides", default="ours,fla,fla+conv")
-    parser.add_argument("--sizes", default="1x8192,4x4096")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--sides")
+    parser.add_argument("--sizes")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device", default="cuda", choices=DEFAULTS)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a side may take")
     parser.add_argument("--no-errors", action="store_true")
@@ -250,6 +271,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=8, help="that build its candidates")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", help="a file that the lines are added to")
+    parser.set_defaults(**DEFAULTS[parser.parse_args().device])
     a = parser.parse_args()
     if a.together:
         sides(a)
