@@ -157,6 +157,20 @@ def test_padding_between_turns_changes_no_token(name):
 
 
 @models
+def test_attention_beside_the_layers_may_be_computed_either_way(name):
+    model, x = tiny(name), ids(2, 16)
+    mask = torch.ones_like(x)
+    mask[1, :5] = 0
+
+    def logits(model, how):
+        model.set_attn_implementation(how)
+        return {"logits": model(x, attention_mask=mask).logits[mask.bool()]}
+
+    with drop_in(), torch.no_grad():
+        agree(logits(model, "eager"), logits(wide(model), "sdpa"), logits(model, "sdpa"))
+
+
+@models
 def test_a_compiled_step_generates_the_same_tokens_without_a_graph_break(name):
     model, x = tiny(name, experts_implementation="batched_mm"), ids(2, 9)  # how transformers' experts compile
     with drop_in(), torch.no_grad():
