@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from chunkwise.bench.autotuner import BEST, build_side_by_side, tune_in_turns
-from chunkwise.bench.measure import Bench
+from chunkwise.bench.case import case, draw
+from chunkwise.bench.measure import Bench, frozen
 from chunkwise.bench.turn import turn
 from chunkwise.cli import main
 
@@ -95,16 +98,17 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
 
     x, size, built = torch.zeros(1), 1, []
     candidates = [Config(dict(BLOCK=b), num_warps=w, num_stages=s) for b in (16, 32) for w in (1, 2, 4) for s in (2, 3)]
-    for N, order in ((1, candidates), (2, candidates[::-1])):  # two keys it was tuned for
+    keys = ((1, "float32", candidates), (2, "float32", candidates[::-1]), (4, "float16", candidates[3:]))  # it was tuned for
+    for N, dtype, order in keys:
         (tmp_path / str(N)).mkdir()
         timed = [[{**vars(c), "pre_hook": None}, float(i)] for i, c in enumerate(order)]
-        data = {"key": [N, "torch.float32"], "configs_timings": timed}
+        data = {"key": [N, f"torch.{dtype}"], "configs_timings": timed}
         (tmp_path / str(N) / "kernel.autotune.json").write_text(json.dumps(data))
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
     monkeypatch.setattr("chunkwise.bench.autotuner._shared", lambda: 100)
     build_side_by_side(shortlist=tmp_path)
     assert offered(1) == candidates[:1] and offered(2) == candidates[-1:]  # the same keys again: what was chosen
-    assert offered(3) == [candidates[i] for i in (0, 2, 9, 11)] and len(built) == 2 * BEST  # of each key, the fastest of two kinds
+    assert offered(3) == [candidates[i] for i in (0, 2, 9, 11)] and len(built) == 2 * BEST  # of each key like it, two kinds' fastest
     size = 10  # none of the shortlist fits
     assert offered(3) == candidates and len(built) == 2 * BEST + len(candidates)
     size = 1
@@ -145,6 +149,24 @@ def test_all_cases_are_warm_before_the_first_is_timed(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["bench", "gla", "kda", "retention", "--device", "cpu", "--shape", "1,8,1,1,4,4", "--turns", str(lock)])
     assert order == ["warm gla", "warm kda", "warm retention", "rows gla", "rows retention"]
+
+
+def test_a_truth_made_while_warming_up_is_the_one_that_is_used_and_then_let_go(monkeypatch):
+    bench = Bench(case("gla", shape="1,8,1,1,4,4", dtype="float32"), torch.device("cpu"), [], passes=["forward"], rounds=2)
+    right = bench._proved(draw(bench.c, bench.device))
+    monkeypatch.setattr(Bench, "_proved", lambda bench, x: right)
+    assert not list(bench.rows())[0]["wrong"]
+    bench.proof = replace(right, truth={"o": right.truth["o"] + 1})
+    assert list(bench.rows())[0]["wrong"] and bench.proof is None
+    assert not list(bench.rows())[0]["wrong"]
+
+
+def test_what_is_frozen_while_rows_are_timed_is_let_go_afterwards():
+    before = gc.get_freeze_count()
+    with pytest.raises(RuntimeError), frozen():
+        assert gc.get_freeze_count() > before
+        raise RuntimeError("a side fails")
+    assert gc.get_freeze_count() == 0
 
 
 def free(lock: Path, *, alone: bool = True) -> bool:

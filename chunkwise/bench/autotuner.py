@@ -6,12 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from .turn import turn
 
-BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for
+BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for that is like the one at hand
 
 
 def share(lock: Path, shortlist: Path | None = None) -> None:
@@ -42,7 +43,7 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int
     """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
     chooses as it always does. shortlist: a folder that holds the autotuner's files of an earlier run (Triton's cache, or a copy of its
     *.autotune.json). A kernel timed there for the same key has the choice made there, as Triton itself would keep it; for another key
-    it is offered the BEST of every key of that run instead of all its candidates, if the device can run any of them. few: any other kernel
+    it is offered the BEST of the keys most like it instead of all its candidates, if the device can run any of them. few: any other kernel
     is offered so many of its candidates, evenly spread over their list."""
     from triton.runtime.autotuner import Autotuner
 
@@ -116,11 +117,13 @@ def _timed(folder: Path) -> dict[str, Runs]:
 
 
 def _best(runs: Runs, key: str) -> set[str]:
-    """Names of the candidates that are tried for a key."""
+    """Names of the candidates that are tried for a key: its choice, else the fastest kinds of the keys with the fewest other entries."""
     if key in runs:
         return {_name(runs[key][0])}
+    wanted = json.loads(key) if runs else []
+    unlike = {k: sum(a != b for a, b in zip_longest(json.loads(k), wanted, fillvalue=())) for k in runs}
     best: set[str] = set()
-    for order in runs.values():
+    for order in (order for k, order in runs.items() if unlike[k] == min(unlike.values())):
         fastest = {_kind(config): _name(config) for config in reversed(order)}  # of every kind
         kinds = list(dict.fromkeys(_kind(config) for config in order))
         best |= {fastest[kind] for kind in kinds[:BEST]}

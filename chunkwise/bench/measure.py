@@ -28,6 +28,7 @@ from .turn import turn
 
 OURS = "chunkwise"
 BUDGET = {"cuda": 1.0, "cpu": 20.0}  # seconds of timing a case and pass
+KEPT = 1 / 16  # of a device's memory: what proofs that wait for their turn may take of it in one process
 TORCH = ("chunk", "mixed", "recurrent")  # the engine's plans that run PyTorch's own operators; all others run kernels of ours
 PASSES = {"forward": False, "forward+backward": True}
 
@@ -125,6 +126,18 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What lives now is not looked through by the collector inside: of all that libraries keep, that took half of a row's time, at every
+    `free` and capture. Afterwards it is as before, so it is for whoever owns the process."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if not isinstance(error, TookTooLong) else str(error)
@@ -158,25 +171,35 @@ class Bench:
         self.passes = [p for p in passes if not (PASSES[p] and c.decode)]
         self.lock, self.warm_seconds, self.shortlist, self.say = lock, warm_seconds, shortlist, say
         self.absent: dict[str, str] = {}
+        self.proof: Proof | None = None
 
     def warm(self) -> None:
-        """First calls of all sides: compilers and autotuners. May go on beside other processes that warm up, inside their turn."""
+        """First calls of all sides: compilers and autotuners; and the truth, which takes seconds of a long sequence. May go on beside other
+        processes that warm up, inside their turn."""
         if self.lock is not None and self.device.type == "cuda":
             share(self.lock, self.shortlist)
-        self._works(draw(self.c, self.device))
+        x = draw(self.c, self.device)
+        self._works(x)
+        if self.device.type == "cuda" and torch.cuda.memory_allocated(self.device) < KEPT * torch.cuda.mem_get_info(self.device)[1]:
+            try:
+                self.proof = self._proved(x)
+            except torch.OutOfMemoryError:
+                self.say("not enough memory for its proof beside others: it is made in its turn")
         free(self.device)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for every side and pass, as they are done: proved and timed alone."""
+        """A row for every side and pass, as they are done: timed alone."""
         with turn(self.lock, alone=True):
             free(self.device)
-            gc.freeze()  # what libraries keep: looking it through took half of a row's time, at every `free` and capture
             x = draw(self.c, self.device)
             works = self._works(x)
             free(self.device)
-            proof = prove(self.c, x, any(PASSES[p] for p in self.passes))
+            proof, self.proof = self.proof or self._proved(x), None
             for p in self.passes:
                 yield from self._pass(p, x, works, proof if PASSES[p] else proof.outputs())
+
+    def _proved(self, x: Inputs) -> Proof:
+        return prove(self.c, x, any(PASSES[p] for p in self.passes))
 
     def _works(self, x: Inputs) -> dict[str, Work]:
         works = {OURS: ours(self.c, x)}

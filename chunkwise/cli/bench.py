@@ -54,7 +54,7 @@ def bench(
     import torch
 
     from chunkwise.bench.case import case, plain, shapes
-    from chunkwise.bench.measure import OURS, Bench, select
+    from chunkwise.bench.measure import OURS, Bench, frozen, select
     from chunkwise.bench.record import append, load
     from chunkwise.bench.table import fill, latest, show
     from chunkwise.bench.turn import turn
@@ -132,7 +132,8 @@ def bench(
     if turns is not None:
         with turn(turns, alone=False):  # nobody times before all are warm
             benches = each(benches, Bench.warm)
-    each(benches, measure)
+    with frozen():
+        each(benches, measure)
     if done:
         show(done)
     failed += [f"{r['case']['op']} {r['case']['shape']} {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
