@@ -316,7 +316,7 @@ def test_the_table_shows_the_newest_run_and_no_speed_for_what_is_wrong(tmp_path)
     append(tmp_path, [row(OURS, 9.0), row("old", 9.0), row(OURS, 0.5, "2026-01-02"), row("fla-core", 1.25, "2026-01-02")])
     append(tmp_path, [row("bad", 0.1, "2026-01-02", wrong=True)])
     text = table.markdown(load(tmp_path))
-    assert "| gla | S1 | bfloat16, slow | forward | 0.5 / 2 | wrong | 1.25 / 1.25 | 2.50 / 0.62 | 2e-03 |" in text
+    assert "| gla | S1 | bfloat16, slow | forward | 0.5 / 2 | wrong | 1.25 / 1.25 | 2.50 / 0.62 | 2.0e-03, 2.0e-03, 2.0e-03 |" in text
     assert "old" not in text and "0.1" not in text
     append(tmp_path, [row(OURS, 0.4, "2026-01-03", ran=[{"backend": "torch", "plan": "chunk", "chunk": 64}])])
     assert "| 0.4 / 1.6 (torch) |" in table.markdown(load(tmp_path))

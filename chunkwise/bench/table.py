@@ -79,6 +79,10 @@ def _time(row: Mapping[str, Any] | None, units: float = 1) -> str:
     return f"{units * row['ms']['p50']:.3g}{eager}"
 
 
+def _error(row: Mapping[str, Any] | None) -> str:
+    return "-" if row is None or not row["errors"] else f"{worst(row)[1]:.1e}"
+
+
 def _ratio(own: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """The fastest other over ours, of the device's time and of the eager call's."""
     right = [r for r in others if not r["wrong"] and "floor_ms" in r]
@@ -99,12 +103,9 @@ def _runs(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, 
 def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     others, cases = _runs(rows)
     where, unit = (f"{name}, {threads} threads", "milliseconds") if threads else (name, "milliseconds of the device / of an eager call")
-    text = [
-        f"**{where}** ({_days(rows)}), {unit}:",
-        "",
-        "| " + " | ".join(["op", "shape", "dtype, gates", "pass", OURS, *others, "fastest other / ours", "error of ours"]) + " |",
-        "|" + "---|" * (7 + len(others)),
-    ]
+    whose = [OURS, *others]
+    heads = ["op", "shape", "dtype, gates", "pass", *whose, "fastest other / ours", f"error: {', '.join(whose)}"]
+    text = [f"**{where}** ({_days(rows)}), {unit}:", "", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     order = [*SHAPES, *GRID]
     for run in sorted(cases, key=lambda run: _order(run[OURS], order)):
         own = run[OURS]
@@ -113,7 +114,7 @@ def _device(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -
         text.append(
             f"| {c['op']} | {c['shape']} | {c['dtype']}, {c['gates']} | {own['pass']} | {_time(own)}{backend} | "
             + "".join(f"{_time(run.get(n))} | " for n in others)
-            + f"{ratio} | {worst(own)[1]:.0e} |"
+            + f"{ratio} | {', '.join(_error(run.get(n)) for n in whose)} |"
         )
     return [*text, ""]
 
