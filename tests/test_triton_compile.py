@@ -37,6 +37,7 @@ _ELSEWHERE = "not measured on such a card"
 _SCAN = "states, operands and results of a chunk live at once, in packed rows their addresses too: the copy engine moves no others"
 SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("DELTA",)): (512, _GRADIENTS),
+    (("sm_90",), "grad_key_kernel", ("not DELTA",)): (16, "fp16, whose sums of gates' gradients have three parts"),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("NEAR",)): (1000, _ELSEWHERE),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR",)): (1840, _FAR),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR", "DELTA")): (2700, _FAR),

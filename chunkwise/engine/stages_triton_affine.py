@@ -116,12 +116,13 @@ def grads(
     dM = [empty(p.dtype, p.C) if low_rank or n == 0 else q for n in range(4)]
     dv = empty(p.dtype, p.V) if low_rank else U
     met = torch.empty(2, p.B, p.T, p.HV, dtype=torch.float32, device=q.device)
+    backs = torch.empty(at.slots, p.HV, 4, dtype=torch.float32, device=q.device) if p.dtype == torch.float16 else met
     grid, on = at.slots * p.HV, _on(p, x)
     x_, u_ = (given(X), U) if low_rank else (v, v)
     c = config("grad_pair", p)
     few = {n: on[n] for n in ("K", "C", "LOW_RANK", "PACKED", "IP")}
     launch(
-        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, apart.A, apart.Mqw, apart.T, dS, *dM, met, dv,
+        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, apart.A, apart.Mqw, apart.T, dS, *dM, met, backs, dv,
         sv, p.B * p.T, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, **few, config=c,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def grads(
     part = part if gated else q
     dq_, da_, part_, dk_, db_, dg_ = (described(t, p.HV * p.K, p.C, c.BK) if tma else t for t in out)
     streams = (q, k, a, b, g, u)
-    found = (chunks(at, q), table, apart.near, apart.middle, decayed.decay, *dM, met, states_of(S))
+    found = (chunks(at, q), table, apart.near, apart.middle, decayed.decay, *dM, met, backs, states_of(S))
     blocks, both = grid * -(-p.K // c.BK), dict(V=p.V, BK=c.BK, BV=wide, TMA=tma, **on)
     launch(grad_reader_kernel, blocks, *streams, do, u_, *found, dq_, da_, part_, du, *sizes, p.scale, **both, config=c)
     launch(grad_writer_kernel, blocks, *streams, v, x_, *found, states_of(dS), dk_, db_, part, dg_, *sizes, **both, config=c)
@@ -151,7 +152,7 @@ def grads(
         on = {n: s for n, s in both.items() if n not in ("GATED", "TMA")} | dict(BK=far.BK, BV=far.BV, EACH=c.BK // far.BK)
         launch(
             grad_reader_far_kernel, grid * -(-p.K // far.BK),
-            *streams, do, v, x_, u_, chunks(at, q), table, apart.near, *dM, met, S, dS, dq, dk, da, db, dg, du, *sizes, p.scale,
+            *streams, do, v, x_, u_, chunks(at, q), table, apart.near, *dM, met, backs, S, dS, dq, dk, da, db, dg, du, *sizes, p.scale,
             **on, config=far,
         )  # fmt: skip
     return Streams(dq, dk, dv, g=dg if gated else None, a=da if low_rank else None, b=db if low_rank else None, u=du if p.bonus else None)

@@ -17,20 +17,8 @@ import triton
 import triton.language as tl
 
 from .grad import load_state
-from .inverse import parts
-from .score import gate_parts, gate_sums, load_sets
+from .score import add_sums, fitting, gate_parts, gate_sums, load_sets
 from .tile import chunk_rows, load_chunk, load_rows, load_strength, row_sums, shared_strength, store_chunk
-
-
-@triton.jit
-def two(b_x, TYPE: tl.constexpr):
-    """fp32 as the sum of two of 16 bits."""
-    if TYPE == tl.bfloat16:
-        b_hi, b_lo = parts(b_x)
-    else:
-        b_hi = b_x.to(TYPE)
-        b_lo = (b_x - b_hi.to(tl.float32)).to(TYPE)
-    return b_hi, b_lo
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -82,11 +70,18 @@ def grad_key_kernel(
         b_unit, b_rest = shared_strength(load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA).to(tl.float32), TYPE)  # [C]
     b_do = load_chunk(do, row, sv, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
     b_y = load_chunk(y, row, sy, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
-    b_A = tl.where(j <= i, tl.dot(b_do, tl.trans(b_y), input_precision=IP), 0.0).to(TYPE)  # [i, j]
-    b_At = tl.trans(b_A)
+    b_A = tl.where(j <= i, tl.dot(b_do, tl.trans(b_y), input_precision=IP), 0.0)  # [i, j]
+    b_B = b_A
     if DELTA:
         b_D = load_chunk(D, row, sy, i_b, i_hv, t, o_c, 0, L, V, C, BV, TMA)  # [C, BV]
         b_B = tl.where(j < i, tl.dot(b_D, tl.trans(b_y), input_precision=IP), 0.0)  # [i, j]
+    if TYPE == tl.float16:
+        fit, back = fitting(tl.maximum(tl.abs(b_A), tl.abs(b_B)))
+        b_A *= fit
+        b_B *= fit
+    b_A = b_A.to(TYPE)
+    b_At = tl.trans(b_A)
+    if DELTA:
         b_Bt = tl.trans((b_B * -b_rest[:, None]).to(TYPE))
         b_B = b_B.to(TYPE)
         b_dbeta = row_sums(b_D.to(tl.float32) * b_v.to(tl.float32))  # [C]
@@ -108,38 +103,35 @@ def grad_key_kernel(
         b_hi, b_lo = gate_parts(b_g, TYPE)
         b_E = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK] G
         b_from = tl.exp2(-b_all)[None, :]  # e^-G_C
+        b_pair = b_from * back if TYPE == tl.float16 else b_from
         b_all = tl.exp2(b_all)[None, :]
         b_P = tl.sum(tl.reshape(b_S.to(tl.float32) * b_dS.to(tl.float32), [BV // FEW, FEW, BK]), 0)  # [FEW, BK]
-        b_dg = tl.dot(b_ones, b_P.to(TYPE), input_precision=IPG) * b_all  # [C, BK]
+        b_dg = add_sums(b_ones, b_P, None, TYPE, False, TYPE == tl.float16, IPG) * b_all  # [C, BK]
         b_dy = tl.dot(b_y, b_dS, input_precision=IP)  # [C, BK]
-        b_hi, b_lo = two(b_k * b_dy, TYPE)  # what is summed here meets most of itself again, and cancels
-        b_dg = tl.dot(b_every, b_hi, b_dg, input_precision=IPG)
-        b_dg = tl.dot(b_every, b_lo, b_dg, input_precision=IPG)
-        b_dy *= b_all
-        b_x = tl.dot(b_A, b_k, input_precision=IP) * b_from
+        b_dg = add_sums(b_every, b_k * b_dy, b_dg, TYPE, False, True, IPG)  # meets most of itself again, and cancels
+        b_dy *= b_all * fit if TYPE == tl.float16 else b_all
+        b_x = tl.dot(b_A, b_k, input_precision=IP) * b_pair
         b_x = tl.dot(b_do, b_S, b_x, input_precision=IP)
         b_z = b_q * b_x
         store_chunk(dq, tl.trans((b_x * (tl.exp2(b_E) * scale)).to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
         b_dy = tl.dot(b_At, b_q, b_dy, input_precision=IP)
         if DELTA:
-            b_x = tl.dot(b_B, b_k, input_precision=IP) * b_from
+            b_x = tl.dot(b_B, b_k, input_precision=IP) * b_pair
             b_x = tl.dot(b_D, b_S, b_x, input_precision=IP)
             b_p = b_e * b_x
             b_dbeta -= tl.sum(b_p, 1)
             b_z -= b_p * b_rest[:, None]
             b_x *= tl.exp2(b_E) * -b_rest[:, None]
             b_dy = tl.dot(b_Bt, b_e, b_dy, input_precision=IP)
-        b_z -= b_k * (b_dy * b_from)
-        b_dy *= tl.exp2(-b_E)
+        b_z -= b_k * (b_dy * b_pair)
+        b_dy *= tl.exp2(-b_E) * back if TYPE == tl.float16 else tl.exp2(-b_E)
         if DELTA:
             if ERASE:
                 store_chunk(de, tl.trans(b_x.to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
             else:
                 b_dy += b_x
         store_chunk(dk, tl.trans(b_dy.to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
-        b_hi, b_lo = two(b_z, TYPE)  # terms of both signs
-        b_dg = tl.dot(tl.trans(b_R), b_hi, b_dg, input_precision=IPG)
-        b_dg = tl.dot(tl.trans(b_R), b_lo, b_dg, input_precision=IPG)
+        b_dg = add_sums(tl.trans(b_R), b_z, b_dg, TYPE, False, True, IPG)  # terms of both signs
         store_chunk(dg, tl.trans(b_dg.to(GATE)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
     if DELTA:
         if USE_BETA:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .grad import load_state
-from .score import chosen, gate_parts, is_chosen, load_sets, meets
+from .score import add_sums, chosen, fitting, gate_parts, is_chosen, load_sets, meets
 from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, load_strength, shared_strength
 
 
@@ -122,8 +122,18 @@ def block_grads(
         else:
             b_met = tl.sum(tl.where(o_i == o_j, b_A, 0.0), 0)  # [C]
             b_A = tl.where(o_i > o_j, b_A, 0.0)
-        b_A = b_A.to(TYPE)
-        b_B = tl.where(o_i > o_j, b_B, 0.0).to(TYPE)
+        b_B = tl.where(o_i > o_j, b_B, 0.0)
+        if TYPE == tl.float16:  # all gradients are made so many times too small, and brought back where they are stored
+            fit, back = fitting(tl.maximum(tl.abs(b_A), tl.abs(b_B)))
+            b_A *= fit
+            b_B *= fit
+            b_dq *= fit
+            b_dk *= fit
+            b_dr *= fit
+            b_through *= fit
+            if not NEAR:
+                b_met *= fit
+        b_A, b_B = b_A.to(TYPE), b_B.to(TYPE)
         b_hi, b_lo = gate_parts(tl.trans(load_rows(g + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)), TYPE)  # [BK, C]
         b_k = tl.trans(load_rows(k + i_h * K, row, sk, o_c, o_k, L, K, BK))  # [BK, C]
         b_all = tl.load(decay + (i_slot.to(tl.int64) * HV + i_hv) * K + o_k, mask=m_k, other=0.0)  # [BK] G_C
@@ -141,7 +151,8 @@ def block_grads(
             b_qx = (b_q * tl.exp2(b_E)).to(TYPE)
             b_dq = tl.dot(b_ky, tl.trans(b_A), b_dq * (b_before * scale)[:, None], input_precision=IP)
             b_z = b_qx * b_dq
-            tl.store(dq + o_out, (b_dq * tl.exp2(b_E)).to(dq.dtype.element_ty), mask=m_out)
+            b_x = b_dq * (tl.exp2(b_E) * back) if TYPE == tl.float16 else b_dq * tl.exp2(b_E)
+            tl.store(dq + o_out, b_x.to(dq.dtype.element_ty), mask=m_out)
             b_dk = tl.dot(b_qx, b_A, b_dk, input_precision=IP)
             b_e = b_k
             if DELTA:
@@ -170,17 +181,17 @@ def block_grads(
             if DELTA:
                 b_dr *= b_D
                 b_z += b_r * b_dr
-            b_dg = tl.dot(b_z.to(TYPE), b_R, input_precision=IP) + (b_through * tl.exp2(b_all))[:, None]
+            b_dg = add_sums(b_R, b_z, None, TYPE, True, False, IP) + (b_through * tl.exp2(b_all))[:, None]
             b_R = load_sets(sets, 2 * LEVELS + 2, o_c, C)
             b_dk *= tl.exp2(sums(b_hi, b_lo, b_R, EXACT, IPG))
-            b_dg = tl.dot((b_k * b_dk).to(TYPE), b_R, b_dg, input_precision=IP)
+            b_dg = add_sums(b_R, b_k * b_dk, b_dg, TYPE, True, False, IP)
             for level in range(middle, LEVELS):
                 b_R = load_sets(sets, level, o_c, C)
                 b_D = tl.exp2(sums(b_hi, b_lo, b_R, EXACT, IPG))
                 o_row, o_col = meets(o_c, level)
                 m = o_row[:, None] == o_col[None, :]
                 b_dq, b_dr, b_dk, b_z = met_grads(b_A, b_B, m, b_q, b_r, b_k, b_D, b_D, 1, b_dq, b_dr, b_dk, DELTA, IP)
-                b_dg = tl.dot(b_z.to(TYPE), b_R, b_dg, input_precision=IP)
+                b_dg = add_sums(b_R, b_z, b_dg, TYPE, True, False, IP)
             b_R = load_sets(sets, LEVELS + middle, o_c, C)
             b_E = sums(b_hi, b_lo, b_R, EXACT, IPG)
             _, o_col = meets(o_c, middle)
@@ -189,7 +200,12 @@ def block_grads(
             b_dq, b_dr, b_dk, b_z = met_grads(b_A, b_B, m, b_q, b_r, b_k, b_D, b_I, -1, b_dq, b_dr, b_dk, DELTA, IP)
             b_dq += b_met[None, :] * b_k
             b_dk += b_met[None, :] * b_q
-            tl.store(dq + o_out, b_dq.to(dq.dtype.element_ty), mask=m_out)
+            tl.store(dq + o_out, (b_dq * back if TYPE == tl.float16 else b_dq).to(dq.dtype.element_ty), mask=m_out)
+        if TYPE == tl.float16:
+            b_dk *= back
+            b_dr *= back
+            b_z *= back
+            b_dg *= back
         if DELTA:
             b_dbeta = -tl.sum(b_e * b_dr, 0)  # [C]
             b_dr *= -b_rest[None, :]
@@ -198,10 +214,7 @@ def block_grads(
             else:
                 b_dk += b_dr
         tl.store(dk + o_out, b_dk.to(dk.dtype.element_ty), mask=m_out)
-        b_hi = b_z.to(TYPE)
-        b_dg = tl.dot(b_hi, b_R, b_dg, input_precision=IPG)
-        if TYPE != tl.float32:  # terms of both signs
-            b_dg = tl.dot((b_z - b_hi.to(tl.float32)).to(TYPE), b_R, b_dg, input_precision=IPG)
+        b_dg = add_sums(b_R, b_z, b_dg, TYPE, True, True, IPG)  # terms of both signs
         tl.store(dg + o_out, b_dg.to(dg.dtype.element_ty), mask=m_out)
         if DELTA and USE_BETA:
             for i_v in range(i_k, NV, NK):

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .grad import load_state
-from .score import gate_parts, gate_sums, load_sets
+from .grad_pair import add_pairs
+from .score import add_sums, gate_parts, gate_sums, load_sets
 from .tile import RCP_LN2, chunk_rows, column_sums, load_rows, store_chunk
 
 
@@ -44,7 +45,7 @@ def passed(S, dS, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: t
 
 @triton.jit
 def later(sets, b_z, b_zr, o_c, C: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr, IP: tl.constexpr):
-    """For every token t the sum of z [C, BK] from t on and (with EARLY) of zr after t. Terms of both signs: 16 bits come in two parts."""
+    """For every token t the sum of z [C, BK] from t on and (with EARLY) of zr after t. Terms of both signs."""
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     b_R = tl.trans(load_sets(sets, 2 * LEVELS + 1, o_c, C))
     if TYPE == tl.float32:
@@ -54,9 +55,7 @@ def later(sets, b_z, b_zr, o_c, C: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.c
     else:
         if EARLY:
             b_z += b_zr
-        b_hi = b_z.to(TYPE)
-        b_out = tl.dot(b_R, b_hi, input_precision=IP)
-        b_out = tl.dot(b_R, (b_z - b_hi.to(tl.float32)).to(TYPE), b_out, input_precision=IP)
+        b_out = add_sums(b_R, b_z, None, TYPE, False, True, IP)
         if EARLY:
             b_out -= b_zr
     return b_out
@@ -79,7 +78,7 @@ def grad_reader_kernel(
     q, k, a, b, g, u, do, U, chunks,  # as affine_kernel and grad_pair_kernel
     sets,
     near, middle, decay,  # of the affine stage: [slots, HV, blocks of keys] uint8; [slots, HV, K]: what the first half and the whole forget
-    dMqk, dMqw, dMrk, dMrw, met, S,  # S [slots, HV, V, K]
+    dMqk, dMqw, dMrk, dMrw, met, backs, S,  # S [slots, HV, V, K]
     dq, da, dg, du,  # [B*T, HV, K]; dg fp32, the readers' part; du [slots, HV, K] fp32
     sk, sa, sv, rows, T, HV, scale,  # rows: B*T
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
@@ -94,6 +93,7 @@ def grad_reader_kernel(
     i_slot = pid // BLOCKS // HV
     i_hv = pid // BLOCKS % HV
     i_block = i_slot.to(tl.int64) * HV + i_hv
+    p_back = backs + i_block * 4
     row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
@@ -153,9 +153,9 @@ def grad_reader_kernel(
     b_dx *= scale
     if GATED:
         b_dx *= b_before[None, :]
-    b_dx = tl.dot(b_qk, b_ky, b_dx, input_precision=IP)
+    b_dx = add_pairs(b_qk, b_ky, b_dx, p_back, False, IP)
     if LOW_RANK:
-        b_dx = tl.dot(b_qw, b_wy, b_dx, input_precision=IP)
+        b_dx = add_pairs(b_qw, b_wy, b_dx, p_back + 1, False, IP)
     if GATED:
         b_dx *= tl.exp2(b_B if BONUS else b_E)
         b_z = b_q * b_dx
@@ -175,8 +175,8 @@ def grad_reader_kernel(
             b_dx = from_state(U, S + i_block * V * K, row, HV * V, o_c, o_k, L, K, V, C, BK, BV, IP)
         if GATED:
             b_dx *= b_before[None, :]
-        b_dx = tl.dot(b_rk, b_ky, b_dx, input_precision=IP)
-        b_dx = tl.dot(b_rw, b_wy, b_dx, input_precision=IP)
+        b_dx = add_pairs(b_rk, b_ky, b_dx, p_back + 2, False, IP)
+        b_dx = add_pairs(b_rw, b_wy, b_dx, p_back + 3, False, IP)
         if GATED:
             b_dx *= tl.exp2(b_B)
             b_zr = b_r * b_dx
@@ -191,7 +191,7 @@ def grad_reader_kernel(
 @triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_writer_kernel(
     q, k, a, b, g, u, v, X, chunks,  # as grad_reader_kernel
-    sets, near, middle, decay, dMqk, dMqw, dMrk, dMrw, met, S, dS,
+    sets, near, middle, decay, dMqk, dMqw, dMrk, dMrw, met, backs, S, dS,
     dk, db, part, dg,  # part: dg of grad_reader_kernel
     sk, sa, sv, rows, T, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
@@ -205,6 +205,7 @@ def grad_writer_kernel(
     i_slot = pid // BLOCKS // HV
     i_hv = pid // BLOCKS % HV
     i_block = i_slot.to(tl.int64) * HV + i_hv
+    p_back = backs + i_block * 4
     row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
@@ -273,9 +274,9 @@ def grad_writer_kernel(
         b_dy *= b_after[None, :]
         b_y = b_k * b_E  # [C, BK]
         b_dg += tl.sum(b_y * b_dy, 0)  # of the state at the chunk's end
-    b_dy = tl.dot(tl.trans(b_qk), b_qx, b_dy, input_precision=IP)
+    b_dy = add_pairs(b_qk, b_qx, b_dy, p_back, True, IP)
     if LOW_RANK:
-        b_dy = tl.dot(tl.trans(b_rk), b_rx, b_dy, input_precision=IP)
+        b_dy = add_pairs(b_rk, b_rx, b_dy, p_back + 2, True, IP)
     if GATED:
         b_z = b_y * b_dy
         b_dy *= b_E
@@ -292,8 +293,8 @@ def grad_writer_kernel(
             b_dy *= b_after[None, :]
             b_y = b_w * b_E  # [C, BK]
             b_dg += tl.sum(b_y * b_dy, 0)
-        b_dy = tl.dot(tl.trans(b_qw), b_qx, b_dy, input_precision=IP)
-        b_dy = tl.dot(tl.trans(b_rw), b_rx, b_dy, input_precision=IP)
+        b_dy = add_pairs(b_qw, b_qx, b_dy, p_back + 1, True, IP)
+        b_dy = add_pairs(b_rw, b_rx, b_dy, p_back + 3, True, IP)
         if GATED:
             b_z += b_y * b_dy
             b_dy *= b_E

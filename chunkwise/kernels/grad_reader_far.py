@@ -7,50 +7,51 @@ does not decay and is kept apart.
 import triton
 import triton.language as tl
 
+from .grad_pair import add_pairs
 from .grad_reader import from_state, passed
-from .score import gate_parts, gate_sums, load_sets, meets
+from .score import add_sums, gate_parts, gate_sums, load_sets, meets
 from .tile import chunk_rows, load_rows, log2_gate, mask2
 
 
 @triton.jit
-def met_by(dM, dN, b_y, b_z, row, HV, L, o_c, m, C: tl.constexpr, TWO: tl.constexpr, TURNED: tl.constexpr, IP: tl.constexpr):
+def met_by(dM, dN, p_M, p_N, b_y, b_z, row, HV, L, o_c, m, C: tl.constexpr, TWO: tl.constexpr, TURNED: tl.constexpr, IP: tl.constexpr):
     """What pairs m of dM hand on from y, and (with TWO) those of dN from z; TURNED: matrices transposed. [C, BK]"""
     b_M = tl.where(m, load_rows(dM, row, HV * C, o_c, o_c, L, C, C), 0.0).to(b_y.dtype)  # [C, C]
-    b_out = tl.dot(tl.trans(b_M) if TURNED else b_M, b_y, input_precision=IP)
+    b_out = add_pairs(b_M, b_y, None, p_M, TURNED, IP)
     if TWO:
         b_M = tl.where(m, load_rows(dN, row, HV * C, o_c, o_c, L, C, C), 0.0).to(b_y.dtype)
-        b_out = tl.dot(tl.trans(b_M) if TURNED else b_M, b_z, b_out, input_precision=IP)
+        b_out = add_pairs(b_M, b_z, b_out, p_N, TURNED, IP)
     return b_out
 
 
 @triton.jit
 def far_reader(
-    b_x, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dM, dN, row, HV, L, o_c,  # dM, dN: pairs with k and with w
+    b_x, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dM, dN, p_M, p_N, row, HV, L, o_c,  # dM, dN: pairs with k and with w
     C: tl.constexpr, TWO: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
 ):  # fmt: skip
     """A reader's gradient [C, BK] from the state's, b_dx, and from pairs; and b_dg with its part of the gate's."""
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     b_R = load_sets(sets, 3 * LEVELS + 3 if EARLY else 2 * LEVELS + 1, o_c, C)
     b_dx *= tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
-    b_dg = tl.dot(tl.trans(b_R), (b_x * b_dx).to(TYPE), b_dg, input_precision=IPG)
+    b_dg = add_sums(tl.trans(b_R), b_x * b_dx, b_dg, TYPE, False, False, IPG)
     for level in range(LEVELS):
         o_row, o_col = meets(o_c, level)
         m = o_row[:, None] == o_col[None, :]
         b_R = load_sets(sets, level, o_c, C)
         b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))  # [C, BK]
-        b_z = met_by(dM, dN, (b_k * b_D).to(TYPE), (b_w * b_D).to(TYPE), row, HV, L, o_c, m, C, TWO, False, IP)
+        b_z = met_by(dM, dN, p_M, p_N, (b_k * b_D).to(TYPE), (b_w * b_D).to(TYPE), row, HV, L, o_c, m, C, TWO, False, IP)
         if EARLY:
             b_R = load_sets(sets, 2 * LEVELS + 3 + level, o_c, C)
             b_D = tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
         b_dx += b_D * b_z
         b_z *= (b_x * b_D).to(TYPE)
-        b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
+        b_dg = add_sums(tl.trans(b_R), b_z, b_dg, TYPE, False, False, IPG)
     return b_dx, b_dg
 
 
 @triton.jit
 def far_writer(
-    b_y, b_q, b_r, b_dy, b_dg, b_hi, b_lo, sets, dM, dN, row, HV, L, o_c,  # dM, dN: pairs with q and with r
+    b_y, b_q, b_r, b_dy, b_dg, b_hi, b_lo, sets, dM, dN, p_M, p_N, row, HV, L, o_c,  # dM, dN: pairs with q and with r
     C: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, IP: tl.constexpr,
     IPG: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def far_writer(
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     b_R = load_sets(sets, 2 * LEVELS + 2, o_c, C)
     b_dy *= tl.exp2(gate_sums(b_R, b_hi, b_lo, EXACT, IPG))
-    b_dg = tl.dot(tl.trans(b_R), (b_y * b_dy).to(TYPE), b_dg, input_precision=IPG)
+    b_dg = add_sums(tl.trans(b_R), b_y * b_dy, b_dg, TYPE, False, False, IPG)
     for level in range(LEVELS):
         o_row, o_col = meets(o_c, level)
         m = o_row[:, None] == o_col[None, :]
@@ -68,17 +69,17 @@ def far_writer(
         if LOW_RANK or BONUS:
             b_B = tl.exp2(gate_sums(load_sets(sets, 2 * LEVELS + 3 + level, o_c, C), b_hi, b_lo, EXACT, IPG))
         b_qx = (b_q * (b_B if BONUS else b_D)).to(TYPE)
-        b_z = met_by(dM, dN, b_qx, (b_r * b_B).to(TYPE), row, HV, L, o_c, m, C, LOW_RANK, True, IP)
+        b_z = met_by(dM, dN, p_M, p_N, b_qx, (b_r * b_B).to(TYPE), row, HV, L, o_c, m, C, LOW_RANK, True, IP)
         b_dy += b_D * b_z
         b_z *= (b_y * b_D).to(TYPE)
-        b_dg = tl.dot(tl.trans(b_R), b_z.to(TYPE), b_dg, input_precision=IPG)
+        b_dg = add_sums(tl.trans(b_R), b_z, b_dg, TYPE, False, False, IPG)
     return b_dy, b_dg
 
 
 @triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_reader_far_kernel(
     q, k, a, b, g, u, do, v, X, U, chunks,  # as grad_reader_kernel
-    sets, near, dMqk, dMqw, dMrk, dMrw, met, S, dS,
+    sets, near, dMqk, dMqw, dMrk, dMrw, met, backs, S, dS,
     dq, dk, da, db, dg, du,
     sk, sa, sv, rows, T, HV, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -108,6 +109,7 @@ def grad_reader_far_kernel(
     g += i_hv * K
     do += i_hv * V
     v += i_hv * V
+    p_back = backs + (i_slot * HV + i_hv) * 4
     dMqk += i_hv * C
     dMqw += i_hv * C
     dMrk += i_hv * C
@@ -138,7 +140,8 @@ def grad_reader_far_kernel(
         b_met_w = tl.load(met + (rows.to(tl.int64) + row + o_c) * HV + i_hv, mask=m_c, other=0.0)[:, None]  # [C, 1]
     b_dx = from_state(do, S, row, sv, o_c, o_k, L, K, V, C, BK, BV, IP) * scale
     b_dx, b_dg = far_reader(
-        b_q, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMqw, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+        b_q, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMqw, p_back, p_back + 1, row, HV, L, o_c,
+        C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
     )
     b_dx += b_met * b_k
     if LOW_RANK:
@@ -146,18 +149,21 @@ def grad_reader_far_kernel(
     tl.store(dq + out + o_out, b_dx.to(dq.dtype.element_ty), mask=m_out)
     b_dx = from_state(v, dS, row, sv, o_c, o_k, L, K, V, C, BK, BV, IP)
     b_dx, b_dg = far_writer(
-        b_k, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMrk, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+        b_k, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqk, dMrk, p_back, p_back + 2, row, HV, L, o_c,
+        C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
     )
     tl.store(dk + out + o_out, (b_dx + b_met * b_q).to(dk.dtype.element_ty), mask=m_out)
     if LOW_RANK:
         b_dx = from_state(U, S, row, HV * V, o_c, o_k, L, K, V, C, BK, BV, IP)
         b_dx, b_dg = far_reader(
-            b_r, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMrk, dMrw, row, HV, L, o_c, C, True, True, EXACT, TYPE, IP, IPG
+            b_r, b_k, b_w, b_dx, b_dg, b_hi, b_lo, sets, dMrk, dMrw, p_back + 2, p_back + 3, row, HV, L, o_c,
+            C, True, True, EXACT, TYPE, IP, IPG
         )
         tl.store(da + out + o_out, b_dx.to(da.dtype.element_ty), mask=m_out)
         b_dx = from_state(X, dS, row, HV * V, o_c, o_k, L, K, V, C, BK, BV, IP)
         b_dx, b_dg = far_writer(
-            b_w, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqw, dMrw, row, HV, L, o_c, C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
+            b_w, b_q, b_r, b_dx, b_dg, b_hi, b_lo, sets, dMqw, dMrw, p_back + 1, p_back + 3, row, HV, L, o_c,
+            C, LOW_RANK, BONUS, EXACT, TYPE, IP, IPG
         )
         tl.store(db + out + o_out, (b_dx + b_met_w * b_q).to(db.dtype.element_ty), mask=m_out)
     tl.store(dg + out + o_out, b_dg.to(dg.dtype.element_ty), mask=m_out)

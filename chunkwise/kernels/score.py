@@ -13,7 +13,7 @@ Exponents are sums of gates (0/1 matrix times g), not differences of prefix sums
 import triton
 import triton.language as tl
 
-from .inverse import invert
+from .inverse import invert, parts
 from .tile import RCP_LN2, chunk_rows, load_rows
 
 GROUPED = tl.constexpr(8)
@@ -36,6 +36,52 @@ def gate_sums(b_R, b_hi, b_lo, EXACT: tl.constexpr, IP: tl.constexpr):
     if not EXACT:
         b_E = tl.dot(b_R, b_lo, b_E, input_precision=IP)
     return b_E * RCP_LN2
+
+
+@triton.jit
+def add_sums(b_R, b_z, b_acc, TYPE: tl.constexpr, TURNED: tl.constexpr, FINE: tl.constexpr, IP: tl.constexpr):
+    """acc (or None) and sums of fp32 numbers over sets of tokens: R z, TURNED z R. R, of 0 and 1, has the operands' TYPE.
+
+    FINE: of both signs, almost all of which may cancel: 16 bits, and 24 where operands are fp16. The numbers are gradients, whose size
+    nobody knows beforehand: fp16, whose range they would leave, gives way to parts in bf16, or is given smaller ones.
+    """
+    if TYPE == tl.float32:
+        b_acc = add_product(b_R, b_z, b_acc, TURNED, IP)
+    elif TYPE == tl.bfloat16 and not FINE:
+        b_acc = add_product(b_R, b_z.to(tl.bfloat16), b_acc, TURNED, IP)
+    elif not FINE:
+        fit, back = fitting(tl.abs(b_z))
+        b_y = add_product(b_R, (b_z * fit).to(TYPE), None, TURNED, IP) * back
+        if b_acc is None:
+            b_acc = b_y
+        else:
+            b_acc += b_y
+    else:
+        b_R = b_R.to(tl.bfloat16)
+        b_hi, b_lo = parts(b_z)
+        b_acc = add_product(b_R, b_hi, b_acc, TURNED, IP)
+        if TYPE == tl.float16 and FINE:
+            b_hi, b_lo = parts(b_z - b_hi.to(tl.float32))
+            b_acc = add_product(b_R, b_hi, b_acc, TURNED, IP)
+        b_acc = add_product(b_R, b_lo, b_acc, TURNED, IP)
+    return b_acc
+
+
+@triton.jit
+def fitting(b_x):
+    """A power of two, at most 1, that brings numbers of these sizes [R, W] into fp16's range; and its inverse."""
+    top = tl.max(tl.reshape(b_x, [b_x.shape[0] * b_x.shape[1]]), 0)
+    exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(top, 1.0))) - 14.0, 0.0)
+    return tl.exp2(-exponent), tl.exp2(exponent)
+
+
+@triton.jit
+def add_product(b_R, b_z, b_acc, TURNED: tl.constexpr, IP: tl.constexpr):
+    if TURNED:
+        b_acc = tl.dot(b_z, b_R, b_acc, input_precision=IP)
+    else:
+        b_acc = tl.dot(b_R, b_z, b_acc, input_precision=IP)
+    return b_acc
 
 
 @triton.jit

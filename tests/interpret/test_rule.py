@@ -35,14 +35,14 @@ def whole(plan, p, x: Streams, S0, do, dST) -> dict[str, torch.Tensor]:
     return dict(o=o, ST=ST, dS0=dS0, **{n: t for n, t in d._asdict().items() if t is not None})
 
 
-def compare(cell: str, *, C=16, cu=None, factor=8.0, **sizes) -> None:
+def compare(cell: str, *, C=16, cu=None, factor=8.0, loud=1.0, **sizes) -> None:
     gate, rule = CELLS[cell]
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     early = cell == "early erase"
     x = draw(gate, rule, bonus=cell == "bonus", erase=early, early=early, **sizes)
     p, p64 = (posed(y, gate, rule, C=C, cu=cu) for y in (x, double(x)))
     torch.manual_seed(1)
-    do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V), torch.randn(p.N, p.HV, p.K, p.V)
+    do, S0, dST = torch.randn_like(x.v), *(torch.randn(p.N, p.HV, p.K, p.V) * loud for _ in range(2))
     truth = whole(chunk, p64, double(x), S0.double(), do.double(), dST.double())
     plain = whole(chunk, p, x, S0, do, dST)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
@@ -50,6 +50,7 @@ def compare(cell: str, *, C=16, cu=None, factor=8.0, **sizes) -> None:
         got = whole(plan_triton, p, x, S0, do, dST)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert loud == 1 or truth["g"].abs().max() > torch.finfo(torch.float16).max
     for name, t in truth.items():
         assert got[name].dtype == plain[name].dtype and got[name].shape == t.shape
         near(name, got[name], plain[name], t, dtype=x.q.dtype, factor=factor)
@@ -59,6 +60,13 @@ def compare(cell: str, *, C=16, cu=None, factor=8.0, **sizes) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_forward_and_backward(cell, case):
     compare(cell, **CASES[case])
+
+
+@pytest.mark.parametrize("strong", [0.02, 0.3], ids=["factors", "levels"])
+@pytest.mark.parametrize("cell", GATED)
+def test_a_gates_gradient_beyond_float16_is_finite(cell, strong):
+    """States of 1000 and as much of their gradients, which fp16 holds; products of the two it does not."""
+    compare(cell, T=20, B=1, H=1, dtype=torch.float16, C=32, strong=strong, loud=1000.0)
 
 
 @pytest.mark.parametrize("cell", CELLS)
