@@ -121,9 +121,10 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         if stages.by_chunks(p):
             return *rows.forward(p, x, S0, final=final, room=room), saved
         tokens = stages.token_room(p, at, x.q.device)
-        matrices, decayed = scores_of(p, x, at, None, into, tokens)
+        part, rest = stages.binary(p) if p.gate is Gate.KEY else (p, 1.0)
+        matrices, decayed = scores_of(part, x, at, None, into, tokens)
         T = _inverse(p, matrices)
-        made = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, final=final, output=True, room=room, tokens=tokens)
+        made = stages.state_pass(part, x, at, S0, T=T, decayed=decayed, final=final, output=True, room=room, tokens=tokens, rest=rest)
     return given(made.o), made.ST, saved
 
 
@@ -142,32 +143,33 @@ def backward(
 
             return plan_triton_value.backward(p, x, S0, do, dST)
         H, (p, x) = p.H, _spread(p, x)
-        at, apart = stages.index(p), None
+        at, apart, (part, rest) = stages.index(p), None, stages.binary(p)
         decayed: stages.Decayed | None
         _, matrices, room = _parts(p, saved)
         if matrices is None:
-            matrices, _ = scores_of(p, x, at, None)
+            matrices, _ = scores_of(part, x, at, None)
         if _is_affine(p.rule, p.bonus):
             from .stages_triton_affine import affine
 
             matrices, decayed, apart = affine(p, x, at, given(matrices))
         else:
-            matrices, decayed = scores_of(p, x, at, matrices)
+            matrices, decayed = scores_of(part, x, at, matrices)
         carried = None if room is None else carried_room(p, stages.cut(p), at.most, x.q.device, room)
         if by_scans(p, x):
             return scanned(p, x, at, S0, do, dST, carried)
         T, add, chunked, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.by_chunks(p), stages.gathered(p, x)
-        p = replace(p, C=stages.SCANNED) if chunked else p
+        if chunked:
+            p = part = replace(p, C=stages.SCANNED)
         at, every = at if wide is p else stages.index(wide), wide.C // p.C
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried)
         back = stages.state_pass(
-            p, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add and not chunked, final=S0 is not None,
-            carried=there.carried,
+            part, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add and not chunked, final=S0 is not None,
+            carried=there.carried, rest=rest,
         )  # fmt: skip
         if chunked and (x.g is None or p.fixed):
             return rows.grads(wide, x, at, do, S=given(there.S), dS=given(back.S)), back.ST
         U = rows.values(wide, x, at, do, given(back.S)) if chunked else back.o if add else back.X
-        d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart)
+        d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart, rest=rest)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)
         if p.H != H:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import frexp, isfinite, ldexp
 from typing import NamedTuple
 
 import torch
@@ -221,10 +222,21 @@ def cut(p: Problem) -> Cut:
     return split(p.rule, p.T, p.HV, p.K, p.V)
 
 
+def binary(p: Problem) -> tuple[Problem, float]:
+    """p with the scale's power of two for a scale, and the rest of it, in [1, 2).
+
+    Where a rule adds, operands of products take the first, which costs none of their digits, and results, in fp32, the second.
+    """
+    m, e = frexp(p.scale)
+    if p.rule is not Rule.ADD or p.bonus or by_chunks(p) or not m or not isfinite(m):
+        return p, 1.0
+    return replace(p, scale=ldexp(1.0, e - 1)), 2 * m
+
+
 def state_pass(
     p: Problem, x: Streams, at: Index, S0: Tensor | None, *, T: Tensor | None = None, decayed: Decayed | None = None,
     do: Tensor | None = None, final: bool = False, output: bool = False, store: int = 0, carried: Carried | None = None,
-    room: Tensor | None = None, tokens: Tensor | None = None,
+    room: Tensor | None = None, tokens: Tensor | None = None, rest: float = 1.0,
 ) -> Scan:  # fmt: skip
     """Stage `state pass`. Forwards from S0 with `output` and/or `store`; with `do` reversed, from the last state's gradient in S0's place.
 
@@ -232,15 +244,18 @@ def state_pass(
     decayed: of the score or the affine stage, in place of q, k and g.
     carried: what an earlier scan forwards has left of the pieces; room: where this one leaves it, flat.
     tokens: of the stage `inverse` or `scores`, in place of g and beta.
+    rest: of `binary`; reversed, where the rule adds, states' gradients lack it.
     """
     reverse, early = do is not None, None
     made = scan_room(p, at, x.q.device, final=final, output=output, store=store)
     if reverse or carried is None:
         early = made if reverse and p.rule is not Rule.ADD else None  # the first scan does a whole one's work, and may keep a first piece
-        carried = starts(p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store, tokens=tokens)
+        carried = starts(
+            p, x, at, S0, T=T, decayed=decayed, do=do, carried=carried, room=room, made=early, store=store, tokens=tokens, rest=rest
+        )
     made = made._replace(carried=carried)
     later = carried is not None and early is not None
-    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, later=later, tokens=tokens)
+    return scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, later=later, tokens=tokens, rest=rest)
 
 
 def starts(
@@ -284,7 +299,7 @@ def scan(
 
     ends: over all but the last, to find what they make of any state; what is to be filled is of the first alone. later: over all but the
     first. turned: keys and values have changed places in p and x, but not in states: q and k have p.HV heads, v has p.H.
-    rest: what of the scale multiplies the output, not `do`, reversed where the rule adds; see `stages_triton_grad.scanned`.
+    rest: what of the scale multiplies results, not operands: see `binary`.
     """
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
     low_rank = p.rule is Rule.DPLR

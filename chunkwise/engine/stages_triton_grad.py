@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import frexp, isfinite, ldexp
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def _outputs(p: Problem, x: Streams, like: Tensor, dv: Tensor | None = None, dq:
     )
 
 
-def _parted(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor) -> Streams:
+def _parted(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor, rest: float) -> Streams:
     """A head of many values is several of fewer that share keys, gates and strengths: every gradient is the sum of theirs."""
     n = p.V // AT_ONCE
 
@@ -56,14 +55,14 @@ def _parted(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
 
     S, dS = (t.view(t.shape[0], n * p.HV, AT_ONCE, p.K) for t in (S, dS))
     y = x._replace(v=apart(x.v), g=again(x.g), beta=again(x.beta))
-    d = _tiled(replace(p, HV=n * p.HV, V=AT_ONCE), y, at, apart(do), S, dS, None if X is None else apart(X), apart(dv))
+    d = _tiled(replace(p, HV=n * p.HV, V=AT_ONCE), y, at, apart(do), S, dS, None if X is None else apart(X), apart(dv), rest)
     return d._replace(v=given(d.v).view(dv.shape), g=together(d.g), beta=together(d.beta))
 
 
-def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor) -> Streams:
+def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, dv: Tensor, rest: float) -> Streams:
     """All values at once, one program a (chunk, value head). dq is written over X."""
     if p.V > AT_ONCE:
-        return _parted(p, x, at, do, S, dS, X, dv)
+        return _parted(p, x, at, do, S, dS, X, dv, rest)
     c = config("grad", p)
     delta = p.rule is Rule.DELTA
     (q, k), sk = alike(x.q, x.k)
@@ -87,13 +86,15 @@ def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor,
         out = [described(t, p.HV * p.K, p.C, c.BK) for t in out]
     launch(
         grad_kernel, at.slots * p.HV, q, k, v, y, D, do, *states, g, beta, chunks(at, unused),
-        *out, dv, unused if d.g is None else d.g, unused if d.beta is None else d.beta, sk, sv, sy, p.T, p.HV, p.scale,
+        *out, dv, unused if d.g is None else d.g, unused if d.beta is None else d.beta, sk, sv, sy, p.T, p.HV, p.scale, rest,
         V=p.V, BK=c.BK, BV=BV, GROUP=p.HV // p.H, DELTA=delta, USE_BETA=x.beta is not None, LEARNS=d.g is not None, TMA=tma, **on, config=c,
     )  # fmt: skip
     return d
 
 
-def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, U: Tensor | None) -> Streams:
+def _blocks(
+    p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor, X: Tensor | None, U: Tensor | None, rest: float
+) -> Streams:
     """Values in blocks, one program a (chunk, value head)."""
     c = config("grad_blocks", p)
     delta = p.rule is Rule.DELTA
@@ -103,7 +104,8 @@ def _blocks(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor
     launch(
         grad_blocks_kernel, at.slots * p.HV,
         q, e, k, v, dense(x.g, q), dense(x.beta, q), do, chunks(at, q), given(X) if delta else q, given(U) if delta else q, S, dS,
-        d.q, q if d.e is None else d.e, d.k, d.v, q if d.g is None else d.g, q if d.beta is None else d.beta, sk, sv, p.T, p.HV, p.scale,
+        d.q, q if d.e is None else d.e, d.k, d.v, q if d.g is None else d.g, q if d.beta is None else d.beta,
+        sk, sv, p.T, p.HV, p.scale, rest,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=p.HV // p.H, DELTA=delta, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None,
         LEARNS=d.g is not None,
         **switches(p), config=c,
@@ -142,9 +144,7 @@ def scanned(
     Reversed, the scale's power of two multiplies do (or, turned, q) and the rest of it the outputs: no digit of a product's operands
     is lost, so turned scans find the very states that those of dv leave between pieces.
     """
-    m, e = frexp(p.scale)
-    scale, rest = (ldexp(1.0, e - 1), 2 * m) if m and isfinite(m) else (p.scale, 1.0)
-    mirrored = replace(p, scale=scale)
+    mirrored, rest = stages.binary(p)
     ahead, back = carried or stages.starts(p, x, at, S0), stages.starts(mirrored, x, at, dST, do=do, rest=rest)
     turned, y = replace(p, K=p.V, V=p.K), x._replace(q=do, k=x.v, v=x.k)
 
@@ -153,19 +153,21 @@ def scanned(
 
     dq = stages.scan(turned, y, at, S0, made=room(turned, ahead, False, True), turned=True)
     dv = stages.scan(mirrored, x, at, dST, do=do, made=room(p, back, S0 is not None, False), rest=rest)
-    dk = stages.scan(replace(turned, scale=scale), y, at, dST, do=x.q, made=room(turned, back, False, True), turned=True, rest=rest)
+    turned = replace(turned, scale=mirrored.scale)
+    dk = stages.scan(turned, y, at, dST, do=x.q, made=room(turned, back, False, True), turned=True, rest=rest)
     return Streams(summed(given(dq.o), x.q), summed(given(dk.o), x.k), given(dv.o)), dv.ST
 
 
 def grads(
     p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None = None, U: Tensor | None = None,
-    decayed: Decayed | None = None, apart: Apart | None = None,
+    decayed: Decayed | None = None, apart: Apart | None = None, rest: float = 1.0,
 ) -> Streams:  # fmt: skip
     """Gradients of every stream, in its dtype and shape.
 
     do [B, T, HV, V]; S, dS [slots, HV, V, K]: the state before, its gradient after each chunk; X (delta) and U: [B, T, HV, V], as the scans
     left them. U may become dv, and X dq.
     decayed: of the score stage in the backward pass (gates per key channel) or, with `apart`, of the affine stage.
+    rest: what dS lacks, under gates per key the score stage's operands too: see `stages_triton.binary`.
     Value heads that share a key head each write dq and dk in fp32, summed here: the order of the sum never changes.
     """
     if p.rule is Rule.DPLR or p.bonus:
@@ -177,9 +179,9 @@ def grads(
 
         if decayed is None:
             raise ValueError("chunkwise engine: gradients of gates per key channel need what the score stage found")
-        d = by_key(p, x, at, do, S=S, dS=dS, X=X, U=U, decayed=decayed)
+        d = by_key(p, x, at, do, S=S, dS=dS, X=X, U=U, decayed=decayed, rest=rest)
     else:
-        d = (_tiled if at_once(p) else _blocks)(p, x, at, do, S, dS, X, given(U))
+        d = (_tiled if at_once(p) else _blocks)(p, x, at, do, S, dS, X, given(U), rest)
 
     return Streams(
         q=summed(given(d.q), x.q),

@@ -122,8 +122,9 @@ def at_once(p: Problem) -> bool:
 
 
 def grads(
-    p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None, U: Tensor | None, decayed: Decayed
-) -> Streams:
+    p: Problem, x: Streams, at: Index, do: Tensor, *, S: Tensor, dS: Tensor, X: Tensor | None, U: Tensor | None, decayed: Decayed,
+    rest: float,
+) -> Streams:  # fmt: skip
     """Stage `grads`, as in stages_triton_grad: gradients per value head, dq and dk (and de) in fp32 where value heads share keys."""
     (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
     (v, do), sv = alike(x.v, do)
@@ -143,7 +144,7 @@ def grads(
     D, near, decay = given(U) if delta else y, given(decayed.near), decayed.decay
     g, beta, blocks, table = dense(x.g, q), dense(x.beta, q), at.slots * p.HV * NK, sets(p, q.device)
     on = _on(p, x) | dict(V=p.V, ERASE=erase)
-    tma, once, places = can_describe(p, (v, sv), (do, sv), (y, sy)), at_once(p), (sv, sy, p.T, p.HV, p.scale)
+    tma, once, places = can_describe(p, (v, sv), (do, sv), (y, sy)), at_once(p), (sv, sy, p.T, p.HV, p.scale, rest)
 
     def states(c: Config, BV: int) -> tuple[Any, ...]:
         return tuple(descriptor(t, t.shape, t.stride(), [1, 1, BV, c.BK]) if tma and c.tma else t for t in (S, dS))

@@ -58,7 +58,7 @@ def grad_kernel(
     q, k, v, y, D, do, S, dS, g, beta, chunks,  # q, k, v, do: token rows; y (v or X), D: [B*T, HV, V]; g [HV] | [B*T, HV]; beta [B*T, HV]
     dq, dk, dv, dg, dbeta,  # dq, dk [B*T, HV, K]; dv (delta) [B*T, HV, V]; dg, dbeta [B*T, HV]; S, dS [slots, HV, V, K]
     sk, sv, sy,  # rows of q, k, of v, do and of y, D are so far apart
-    T, HV, scale,
+    T, HV, scale, rest,  # rest: what dS lacks, where the rule adds
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
     LEARNS: tl.constexpr,  # the gate has a gradient
@@ -133,6 +133,9 @@ def grad_kernel(
             b_Bt += b_B  # one of them is 0
         b_f *= b_start
     b_start *= scale
+    if not DELTA:
+        b_all *= rest
+        b_end *= rest
     if GRAD:
         b_sums = tl.zeros([C], tl.float32)  # of pairs of tokens and of readers of the state
         b_ends = tl.zeros([C], tl.float32)  # k dk of writers into the state

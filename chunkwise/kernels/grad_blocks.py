@@ -26,7 +26,7 @@ def grad_blocks_kernel(
     X, U, S, dS,  # X, U [B*T, HV, V]; S, dS [slots, HV, V, K]
     dq, de, dk, dv, dg, dbeta,  # dq, de, dk [B*T, HV, K]; dv (delta) [B*T, HV, V]; dg, dbeta [B*T, HV]
     sk, sv,  # rows of q, e, k and of v, do are so far apart
-    T, HV, scale,
+    T, HV, scale, rest,  # rest: what dS lacks, where the rule adds
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     BEFORE: tl.constexpr,  # e reads before its token forgets
@@ -67,6 +67,9 @@ def grad_blocks_kernel(
         b_Ge, b_Fe = early_sums(b_G, b_F, b_g, GATE, SPLIT)
     b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
     b_start = start(b_G, b_F, SPLIT)
+    if not DELTA:
+        b_all *= rest
+        b_end *= rest
 
     # q: dM_qk by rows; the state's share of the gate's gradient
     b_reads = tl.zeros([C], tl.float32)  # x dx of readers of the state, over channels

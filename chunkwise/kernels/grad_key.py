@@ -28,6 +28,7 @@ def grad_key_kernel(
     S, dS,  # [slots, HV, V, K]
     dq, de, dk, dg, dbeta,  # dq, de, dk, dg [B*T, HV, K]; dbeta [B*T, HV, PARTS] fp32, to be summed
     sv, sy, T, HV, scale,  # rows of v, do; of y are so far apart
+    rest,  # what dS and qd lack, where the rule adds
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     PARTS: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,  # of products; of sums of gates
@@ -106,7 +107,7 @@ def grad_key_kernel(
         b_pair = b_from * back if TYPE == tl.float16 else b_from
         b_all = tl.exp2(b_all)[None, :]
         b_P = tl.sum(tl.reshape(b_S.to(tl.float32) * b_dS.to(tl.float32), [BV // FEW, FEW, BK]), 0)  # [FEW, BK]
-        b_dg = add_sums(b_ones, b_P, None, TYPE, False, TYPE == tl.float16, IPG) * b_all  # [C, BK]
+        b_dg = add_sums(b_ones, b_P, None, TYPE, False, True, IPG) * b_all  # [C, BK]
         b_dy = tl.dot(b_y, b_dS, input_precision=IP)  # [C, BK]
         b_dg = add_sums(b_every, b_k * b_dy, b_dg, TYPE, False, True, IPG)  # meets most of itself again, and cancels
         b_dy *= b_all * fit if TYPE == tl.float16 else b_all
@@ -125,6 +126,8 @@ def grad_key_kernel(
             b_dy = tl.dot(b_Bt, b_e, b_dy, input_precision=IP)
         b_z -= b_k * (b_dy * b_pair)
         b_dy *= tl.exp2(-b_E) * back if TYPE == tl.float16 else tl.exp2(-b_E)
+        if not DELTA:
+            b_dy *= rest
         if DELTA:
             if ERASE:
                 store_chunk(de, tl.trans(b_x.to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
@@ -132,6 +135,8 @@ def grad_key_kernel(
                 b_dy += b_x
         store_chunk(dk, tl.trans(b_dy.to(OUT)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
         b_dg = add_sums(tl.trans(b_R), b_z, b_dg, TYPE, False, True, IPG)  # terms of both signs
+        if not DELTA:
+            b_dg *= rest
         store_chunk(dg, tl.trans(b_dg.to(GATE)), row, HV, i_b, i_hv, t, o_c, i_k * BK, L, K, C, BK, TMA)
     if DELTA:
         if USE_BETA:

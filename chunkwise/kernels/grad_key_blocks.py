@@ -73,7 +73,7 @@ def met_grads(
 @triton.jit
 def block_grads(
     q, e, k, g, beta, v, do, y, D, D_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dbeta,  # as grad_key_blocks_kernel
-    sk, sv, sy, T, HV, scale, i_slot, i_hv, i_k,
+    sk, sv, sy, T, HV, scale, rest, i_slot, i_hv, i_k,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
     NEAR: tl.constexpr, LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr, TMA: tl.constexpr,
@@ -113,6 +113,9 @@ def block_grads(
                 b_B = tl.dot(b_u, tl.trans(b_y), b_B, input_precision=IP)
                 b_dr = tl.dot(tl.trans(b_S), tl.trans(b_u), b_dr, input_precision=IP)
             b_through += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+        if not DELTA:
+            b_dk *= rest
+            b_through *= rest
         o_h = (row + o_c) * HV + i_hv  # [C]
         o_out = o_h[None, :] * K + o_k[:, None]  # [BK, C]
         m_out = m_c[None, :] & m_k[:, None]
@@ -231,6 +234,7 @@ def grad_key_blocks_kernel(
     S, dS,  # [slots, HV, V, K]
     dq, de, dk, dg, dbeta,  # dq, de, dk, dg [B*T, HV, K]; dbeta [B*T, HV, NK] fp32, to be summed
     sk, sv, sy, T, HV, scale,  # rows of q, e, k; of v, do; of y are so far apart
+    rest,  # what dS lacks, where the rule adds
     each, blocks,  # (chunk, value head, block of keys)s of a program; of all
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     DELTA: tl.constexpr, ERASE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
@@ -256,6 +260,6 @@ def grad_key_blocks_kernel(
             i_hv = (i_block - i_slot * (HV * NK)) // NK
             block_grads(
                 q, e, k, g, beta, v, do, y, D, D_rows, chunks, sets, decay, S, dS, dq, de, dk, dg, dbeta,
-                sk, sv, sy, T, HV, scale, i_slot, i_hv, i_block % NK,
+                sk, sv, sy, T, HV, scale, rest, i_slot, i_hv, i_block % NK,
                 K, V, C, BK, BV, GROUP, DELTA, ERASE, USE_BETA, PACKED, NEAR, LIMIT, IP, IPG, TMA,
             )  # fmt: skip

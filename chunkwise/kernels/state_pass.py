@@ -48,7 +48,7 @@ def state_pass_kernel(
     o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], maps as in split.py, [most, pieces - 2, HV, K]
     sk, sv,  # rows of q, e, k and of v are so far apart
-    T, HV, scale, rest,  # rest: of the scale, what multiplies o and ST instead of do, in reverse where the rule adds
+    T, HV, scale, rest,  # rest: of the scale, what multiplies results where the rule adds: o under gates per key; reversed o and ST
     pieces, lengths, parts,  # of a sequence that is cut; their lengths, 4 bits each, and what they sum to
     order,  # pieces of sequences cut, in the order of the scan, as their programs come; 4 bits each
     firsts, most, long,  # sequences whose first piece is scanned: all or none; that are cut, at most; packed: tokens from which one is
@@ -307,6 +307,8 @@ def state_pass_kernel(
                 b_w = b_v
             if OUTPUT:
                 b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
+                if KEY and not CORRECTS:
+                    b_o *= rest
                 store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if TOKENS and DECAY:
                 b_end = tl.load(p_t + token.END * C + o_c)
