@@ -8,7 +8,7 @@ from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk, plan_triton, stages_triton_grad, tune
 from chunkwise.engine.problem import Problem
-from chunkwise.engine.stages_triton import gathered, index, scaled, state_pass
+from chunkwise.engine.stages_triton import binary, gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_grad import scanned as scans
 from chunkwise.engine.stages_triton_score import scores
@@ -167,6 +167,27 @@ def forgotten(x: Streams) -> Streams:
 def test_a_gates_gradient_beyond_float16_is_finite(rule, sizes):
     """States of 1000 and as much of their gradients, which fp16 holds; products of the two it does not."""
     check(Gate.KEY, rule, dtype=torch.float16, B=1, T=20, H=1, C=64, strong=0.02, loud=1000.0, **sizes)
+
+
+@pytest.mark.parametrize("gate, names", [(Gate.KEY, "o S0 k v g"), (Gate.SCALAR, "S0 v")])
+def test_a_scale_costs_operands_no_digit(gate, names):
+    """A scale and its power of two give the same numbers in fp32, times the rest, which are rounded to bf16 once, where they are stored."""
+    x = draw(gate, Rule.ADD, B=1, T=70, H=1, K=40, V=36, dtype=torch.bfloat16, strong=0.02)
+    p = posed(x, gate, Rule.ADD, C=64)
+    two, rest = binary(p)
+    assert 1 < rest < 2
+    torch.manual_seed(1)
+    do, S0, dST = torch.randn_like(x.v), torch.randn(1, 1, p.K, p.V), torch.randn(1, 1, p.K, p.V)
+
+    def made(p: Problem, dST: torch.Tensor) -> dict[str, torch.Tensor]:
+        o, _, saved = plan_triton.forward(p, x, S0, final=False, save=True)
+        d, dS0 = plan_triton.backward(p, x, S0, saved, do, dST)
+        return dict(o=o, S0=dS0, **d._asdict())
+
+    got, plain = made(p, dST), made(two, dST / rest)
+    for name in names.split():
+        a, b = got[name].float(), plain[name].float() * rest
+        assert (a - b).abs().le(a.abs() * torch.finfo(torch.bfloat16).eps + 1e-6 * a.abs().max()).all(), name
 
 
 @pytest.mark.parametrize("beta", [True, False])
