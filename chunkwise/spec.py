@@ -188,6 +188,7 @@ class Op:
     options: type = Options
     parallel: bool = False  # has a quadratic form
     settings: Mapping[str, Any] = field(default_factory=dict)  # own plain parameters with their defaults; `step` and `lower` get them
+    fault: Callable[..., str] = lambda **_: ""  # what is wrong with settings of these values
     scale: float | None = None  # default of the option; None: K ** -0.5
     query: str = "q"  # the input that `scale` multiplies
     passes: Callable[..., Output] | None = None  # for members that are not one pass of the engine over `lower`: see engine/scan.py
@@ -266,6 +267,15 @@ class Op:
             name = self._binds(inputs, "HV")
             raise ValueError(f"{self.name}: {name} must have a multiple of H={sizes['H']} heads, got HV={sizes['HV']}")
         return sizes
+
+    def check_settings(self, options: Mapping[str, Any]) -> None:
+        """Raises TypeError or ValueError naming the setting that does not fit."""
+        mine = {n: options[n] for n in self.settings}
+        for name, x in mine.items():
+            if not hasattr(x, "__float__"):
+                raise TypeError(f"{self.name}: {name} must be a number, got {x!r}")
+        if found := self.fault(**mine):
+            raise ValueError(f"{self.name}: {found}")
 
     def _binds(self, inputs: Mapping[str, Tensor | None], axis: str) -> str:
         """The first input that has an axis."""

@@ -52,6 +52,23 @@ def test_what_does_not_fit_is_refused_by_name(changed, says):
         decode(**{**call, **changed})
 
 
+SETTINGS = {
+    "no logarithm": ("precond_gated_delta_rule", dict(x=0.0), "precond_gated_delta_rule: x must be above 0, got 0.0"),
+    "no root": ("precond_kda", dict(eps=-1.0), "precond_kda: eps must be at least 0, got -1.0"),
+    "a word": ("precond_kda", dict(x="2"), "precond_kda: x must be a number, got '2'"),
+    "no such layer": ("lightning_attn", dict(layer_idx=12), "lightning_attn: layer_idx must be in 0 .. num_layers - 1 = 11, got 12"),
+}
+
+
+@pytest.mark.parametrize("name, options, says", SETTINGS.values(), ids=SETTINGS)
+def test_settings_are_refused_in_calls_steps_and_prompts(name, options, says):
+    op = next(op for op in OPS if op.name == name)
+    x, pool = drawn(op)
+    for call in (lambda: op(x, **options), lambda: decode(op, x, pool, LANES, **options), lambda: prefill(op, x, pool, LANES, **options)):
+        with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+            call()
+
+
 PROMPT = {
     "a state": (dict(initial_state=None), "unexpected keyword 'initial_state': states come from and go to the pool"),
     "fresh of numbers": (dict(fresh=torch.zeros(3)), "fresh must be a bool tensor, got torch.float32"),

@@ -153,6 +153,7 @@ def run(
     from .scan import Scan
 
     check_prologue(op.name, inputs, o)
+    op.check_settings(o)
     B, T, device = sizes["B"], sizes["T"], given(inputs[op.query]).device
     cu, cpu, S0 = o["cu_seqlens"], o["cu_seqlens_cpu"], o["initial_state"]
     if cu is not None:

@@ -38,10 +38,15 @@ def lower(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> S
     return Streams(q, k, v, g=log_decay(v.shape[2], layer_idx, num_layers, dtype, device=q.device))
 
 
+def fault(layer_idx: int, num_layers: int) -> str:
+    return "" if 0 <= layer_idx < num_layers else f"layer_idx must be in 0 .. num_layers - 1 = {num_layers - 1}, got {layer_idx}"
+
+
 LIGHTNING_ATTN = Op(
     name="lightning_attn", gate=Gate.HEAD, rule=Rule.ADD, paper="https://arxiv.org/abs/2401.04658",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V")),
     step=step, lower=lower, parallel=True, options=PlainOptions, settings=dict(layer_idx=3, num_layers=12),
+    fault=fault,
 )  # fmt: skip
 
 
@@ -53,8 +58,6 @@ def lightning_attn(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: 
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument that does not fit.
     """
-    if not 0 <= layer_idx < num_layers:
-        raise ValueError(f"lightning_attn: layer_idx must be in 0 .. num_layers - 1 = {num_layers - 1}, got {layer_idx}")
     return LIGHTNING_ATTN(dict(q=q, k=k, v=v), layer_idx=layer_idx, num_layers=num_layers, **options)
 
 

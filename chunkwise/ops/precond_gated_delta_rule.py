@@ -72,6 +72,7 @@ def preconditioned(name: str, gate: Gate) -> Op:
             beta=Arg("B T HV", write_strength, free_dtype=True), log_atk_scale=Arg("H", centre, optional=True, free_dtype=True),
         ),
         step=step, lower=None, passes=passes, raw=raw, settings=dict(x=1.5, eps=1e-6), state="N HV K V+1", valid=Tensor.abs,
+        fault=lambda x, eps: f"x must be above 0, got {x}" if not x > 0 else "" if eps >= 0 else f"eps must be at least 0, got {eps}",
     )  # fmt: skip
 
 
