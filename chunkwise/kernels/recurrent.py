@@ -45,6 +45,7 @@ from .block import (
     unit,
 )
 from .exact import exp, sigmoid, softplus
+from .tile import sequence
 
 
 @triton.jit(do_not_specialize=["T", "HV", "columns"])
@@ -85,22 +86,7 @@ def recurrent_kernel(
     i_n = i_n.to(tl.int64)
     k_apart, v_apart = (1, LINE) if V_FIRST else (LINE, 1)
     STEP: tl.constexpr = KB * (1 if V_FIRST else LINE)
-    if PACKED:
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
-    else:
-        bos = i_n * T
-        Tn = T
-    i_slot = i_n
-    live = i_n >= 0
-    if INDEXED:
-        if ACCEPTED:
-            i_c = tl.load(accepted + i_n).to(tl.int64) - 1
-            live = (i_c >= 0) & (i_c < columns)
-            i_slot = tl.load(index + i_n * columns + i_c, mask=live, other=-1).to(tl.int64)
-        else:
-            i_slot = tl.load(index + i_n).to(tl.int64)
-        live = i_slot >= 0
+    bos, Tn, i_slot, live = sequence(cu_seqlens, index, accepted, i_n, T, columns, PACKED, INDEXED, ACCEPTED)
     zero = T - 1  # with ONE
     A = 0.0
     if TIME:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .exact import exp
+from .tile import sequence
 
 
 @triton.jit
@@ -60,22 +61,7 @@ def slot_kernel(
     m_m = o_m < M
     m_apart, d_apart = (1, LINE) if TURNED else (LINE, 1)
     o_S = o_m[:, None] * m_apart + o_d[None, :] * d_apart  # [BM, BD]
-    if PACKED:
-        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-        Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
-    else:
-        bos = i_n * T
-        Tn = T
-    i_slot = i_n
-    live = i_n >= 0
-    if INDEXED:
-        if ACCEPTED:
-            i_c = tl.load(accepted + i_n).to(tl.int64) - 1
-            live = (i_c >= 0) & (i_c < columns)
-            i_slot = tl.load(index + i_n * columns + i_c, mask=live, other=-1).to(tl.int64)
-        else:
-            i_slot = tl.load(index + i_n).to(tl.int64)
-        live = i_slot >= 0
+    bos, Tn, i_slot, live = sequence(cu_seqlens, index, accepted, i_n, T, columns, PACKED, INDEXED, ACCEPTED)
     i_at, away = i_slot, i_slot * 0  # the state that the next token goes on from; whether it is the spare one, or 2: the first's copy
     if TREE:
         far_off = tl.num_programs(0).to(tl.int64) * HEAD  # copies lie behind the spare states

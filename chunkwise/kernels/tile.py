@@ -28,6 +28,31 @@ def chunk_rows(chunks, i_slot, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def sequence(
+    cu_seqlens, index, accepted, i_n, T, columns, PACKED: tl.constexpr, INDEXED: tl.constexpr, ACCEPTED: tl.constexpr,
+):  # fmt: skip
+    """Of sequence i_n: its first row, its rows, the slot of its first state, and whether there is one. ACCEPTED: it is in column
+    accepted[i_n] - 1 of index [N, columns]."""
+    if PACKED:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        Tn = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+    else:
+        bos = i_n * T
+        Tn = T
+    i_slot = i_n
+    live = i_n >= 0
+    if INDEXED:
+        if ACCEPTED:
+            i_c = tl.load(accepted + i_n).to(tl.int64) - 1
+            live = (i_c >= 0) & (i_c < columns)
+            i_slot = tl.load(index + i_n * columns + i_c, mask=live, other=-1).to(tl.int64)
+        else:
+            i_slot = tl.load(index + i_n).to(tl.int64)
+        live = i_slot >= 0
+    return bos, Tn, i_slot, live
+
+
+@triton.jit
 def mask2(m_row, o_col, COLS: tl.constexpr, BLOCK: tl.constexpr):
     """Rows that are valid, and columns below COLS where the block is wider."""
     if COLS % BLOCK == 0:
