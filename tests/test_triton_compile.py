@@ -197,10 +197,19 @@ def test_the_recurrent_form_builds_for_every_card(arch):
 
 
 @pytest.mark.compile
+def test_drafts_and_trees_of_them_build():
+    made = build("sm_90", "abc", sizes=((16, 16),), ways=("drafting",))
+    found = {(b.kernel, b.switches["TURNED"], b.switches["EACH"], b.switches["ACCEPTED"], b.switches["TREE"]) for b in made}
+    ways = ((False, False, False), (True, True, False), (True, False, True))
+    assert found == {("slot_kernel", turned, *way) for turned in (False, True) for way in ways}
+    check(made)
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_member_s_recurrent_form_builds_for_every_card(arch):
     options = dict(dtypes=("bfloat16", "float32"), sizes=((64, 64), (128, 128), (256, 512)), groups=(1, 4))
-    made = build(arch, ways=("one token", "first token", "decoding"), packed=(False, True), **options)
+    made = build(arch, ways=("one token", "first token", "decoding", "drafting"), packed=(False, True), **options)
     check([b for b in made if b.kernel in ("recurrent_kernel", "slot_kernel")])
 
 

@@ -65,6 +65,7 @@ class Way(NamedTuple):
     final: bool  # with the last state
     tokens: int = 0  # so many; 0: as the load says
     pool: bool = False  # the states are in a pool: chunkwise.decode
+    drafts: bool = False  # of which some may be rejected: after each other, and as a tree
 
 
 WAYS = {
@@ -75,6 +76,7 @@ WAYS = {
     "one token": Way(False, True, True, 1),
     "first token": Way(False, False, True, 1),
     "decoding": Way(False, True, True, 1, pool=True),
+    "drafting": Way(False, True, True, 2, pool=True, drafts=True),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
 MANY = 64  # sequences that are decoded together, besides one
@@ -169,7 +171,7 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
     x = {n: empty(extent(a, sizes) for a in arg.axes.split()) for n, arg in op.args.items()}
     N = sizes["B"]
     if way.pool:
-        return None if packed else _decode_once(op, x, sizes)
+        return None if packed else _decode_once(op, x, sizes, way.drafts)
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
@@ -181,17 +183,20 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
             torch.autograd.grad(made, wanted, [torch.empty_like(t) for t in made], allow_unused=True)
 
 
-def _decode_once(op: Op, x: dict[str, Tensor], sizes: dict[str, int]) -> None:
+def _decode_once(op: Op, x: dict[str, Tensor], sizes: dict[str, int], drafts: bool) -> None:
     """Steps of a member in pools of either layout and type, its streams ready and raw."""
-    index = torch.empty(sizes["B"], dtype=torch.int32, device="meta")
+    index, table = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((sizes["B"],), (sizes["B"], sizes["T"])))
+    hows: tuple[dict[str, Tensor], ...] = (dict(index=index),)
+    if drafts:
+        hows += (dict(index=table, accepted=index), dict(index=index, into=table, parents=table))
     raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
     if "use_gate_in_kernel" in raw:
         heads = x["g"].shape[2:]
         raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}
     with _Hosts():
-        for v_first, options, dtype in product((False, True), (raw, {}), (torch.float32, torch.bfloat16)):
+        for v_first, options, dtype, how in product((False, True), (raw, {}), (torch.float32, torch.bfloat16), hows):
             pool = torch.empty(op.state_shape(sizes, sizes["B"]), dtype=dtype, device="meta")
-            decode(op, x, pool.mT.contiguous() if v_first else pool, index, state_v_first=v_first, **options)
+            decode(op, x, pool.mT.contiguous() if v_first else pool, state_v_first=v_first, **how, **options)
 
 
 def hear(run: Callable[[], None]) -> list[Launch]:
