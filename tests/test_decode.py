@@ -107,7 +107,7 @@ def test_a_tree_of_drafts_follows_each_parent(op):
 
 @every
 def test_packed_sequences_are_separate_ones(op):
-    call = make(op, Case(T=6, H=2, K=4, V=4), torch.float32)
+    call = make(op, Case(T=6, H=2, n=2, K=5, V=6), torch.float32)
     x = {n: t.detach() for n, t in call.x.items()}
     cu = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32, device=oracle.DEVICE)
     index = torch.tensor([2, 0, -1, 3], device=oracle.DEVICE)

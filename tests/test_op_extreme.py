@@ -65,7 +65,7 @@ def test_nothing_of_what_stood_before_a_reset_is_left(op):
 
 @erasing
 def test_one_key_for_every_token_is_overwritten_each_time(op):
-    case = Case(T=130, H=2, K=32, V=16, chunk=64)
+    case = Case(T=130, H=2, n=2, K=16, V=8, chunk=64)
     alike = dict(unit=lambda k: k[:, :1].expand_as(k).clone(), write_strength=lambda b: torch.sigmoid(8 + 0 * b))
     for dtype in (torch.float32, torch.bfloat16):
         got = judged(make(op, case, dtype, log_decay=lambda g: 4e-5 * g, **alike))
@@ -104,7 +104,7 @@ def test_half_types_do_not_overflow_on_the_way(op):
 
 @erasing
 def test_correlated_keys_lose_no_digit_in_single_precision(op):
-    case = Case(T=256, H=1, K=64, V=16, chunk=64, correlated=True)
+    case = Case(T=256, H=1, n=2, K=16, V=8, chunk=64, correlated=True)
     call = make(op, case, torch.float32)
     truth, got = definition(call), engine(call)
     for name in ("o", "final state"):
@@ -114,7 +114,7 @@ def test_correlated_keys_lose_no_digit_in_single_precision(op):
 @pytest.mark.parametrize("op", [op for op in OPS if "use_gate_in_kernel" in op.defaults], ids=ids)
 def test_the_gate_s_gradient_keeps_its_digits_in_half_types(op):
     """Decays as layers of Mamba's kind make them, from hardly any to exp(-16) a token."""
-    case = Case(T=256, H=2, K=16, V=16, chunk=64)
+    case = Case(T=256, H=2, n=2, K=16, V=8, chunk=64)
     raw = lambda g: -torch.linspace(0.01, 16, g.shape[2]).view(-1, *[1] * (g.ndim - 3)) * torch.nn.functional.softplus(torch.randn_like(g))
     got = judged(make(op, case, torch.bfloat16, log_decay=raw))
     want = definition(make(op, case, torch.bfloat16, log_decay=raw))["dg"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import OPS, Case, ids, make
+from oracle import OPS, Case, check, definition, engine, honest, ids, make
 
 from chunkwise.engine.call import forget
 from chunkwise.engine.explain import choices
@@ -182,6 +182,24 @@ def test_long_sequences_have_their_own_bits_when_packed(op):
     replayed = captured(call)
     call.cu.copy_(torch.tensor([0, 50, 60, 8300, 16700]))  # other lengths, the same launches
     assert equal(replayed(), step(call))
+
+
+@every
+def test_what_the_number_of_heads_chooses_is_right_and_changes_no_bit(op):
+    """Of 2, 20, 70 and 128 recurrences an H200 takes scans of 16 and of 64 values, deep and not, and of whole states: what rules choose."""
+    one = make(op, Case(T=200, H=1, n=2, K=128, V=128, chunk=64), torch.bfloat16)
+    truth = definition(one)
+    check(engine(one), truth, honest(one, truth))
+    want = step(one)
+    shared = [n for n in one.x if not op.args[n].axes.startswith("B")]
+    names = ["o", "S", *(f"d{n}" for n in one.leaves())]
+    assert len(want) == len(names)
+    for B in (10, 35, 64):
+        wide = {n: t if n in shared else t.expand(B, *t.shape[1:]) for n, t in one.leaves().items()}
+        x = {n: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for n, t in wide.items()}
+        for name, t, alone in zip(names, step(replace(one, S0=x.pop("S0"), x=x)), want, strict=True):
+            if name[1:] not in shared:
+                assert torch.equal(t[:1], alone) and torch.equal(t[-1:], alone), f"{name} of {2 * B} heads"
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if {"q", "k", "v"} <= op.args.keys()], ids=ids)

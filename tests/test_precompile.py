@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
+from pkgutil import walk_packages
 
 import pytest
 
+from chunkwise import kernels
 from chunkwise.cli import main
 from chunkwise.engine import precompile as module
 from chunkwise.engine.crew import Crew
@@ -43,6 +46,21 @@ def test_what_was_built_is_found_again_and_nothing_is_built_twice(cache):
     assert [x.switches for x in again] == [b.switches]
     assert {p: p.stat().st_mtime_ns for p in cache.rglob("*") if p.is_file()} == found
     assert driver._active is before  # the caller's own
+
+
+def test_a_kernel_s_hash_does_not_depend_on_which_came_first():
+    """Else what one process has built another does not find."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    modules = [import_module(m.name) for m in walk_packages(kernels.__path__, "chunkwise.kernels.")]
+    functions = {f"{m.__name__}.{n}": f for m in modules for n, f in vars(m).items() if isinstance(f, jit.JITFunction)}
+    import_module("chunkwise.engine.launch")
+
+    def hashes(names):
+        for f in functions.values():
+            f.hash, f.used_global_vals = None, {}
+        return {n: functions[n].cache_key for n in names}
+
+    assert len(functions) > 100 and hashes(sorted(functions)) == hashes(sorted(functions, reverse=True))
 
 
 LAUNCH = """

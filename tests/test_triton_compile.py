@@ -1,7 +1,10 @@
 """Every kernel of the Triton plan, as tune chooses it, builds for every card we serve, fits its shared memory and keeps its registers."""
 
+import json
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
@@ -9,9 +12,11 @@ pytest.importorskip("triton")
 
 import sass  # noqa: E402
 import torch  # noqa: E402
+from cover import cover, pairs  # noqa: E402
 
 from chunkwise.engine.explain import passes  # noqa: E402
-from chunkwise.engine.precompile import LOADS, TARGETS, Built, precompile  # noqa: E402
+from chunkwise.engine.precompile import LOADS, TARGETS, WAYS, Built, Launch, launches, precompile  # noqa: E402
+from chunkwise.engine.precompile import build as precompiled  # noqa: E402
 from chunkwise.spec import Gate, Rule, all_ops  # noqa: E402
 
 
@@ -29,6 +34,7 @@ def served() -> dict[tuple, str]:
 SERVED_CELLS = served()
 CELLS = tuple(dict.fromkeys(SERVED_CELLS.values()))
 SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
+Choose = Callable[[list[Launch]], list[Launch]]
 FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
 # Bytes a thread may keep in memory: (cards, kernel, switches: on, off or a number) -> (bytes, why). All else keeps its registers.
 _GRADIENTS = "the gradients of all streams of a chunk live at once; narrower blocks keep their registers and are slower on an H200"
@@ -83,10 +89,19 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
 }
 
 
+def jobs() -> int:
+    """This process's share of the machine, where pytest runs several side by side."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
 def build(arch: str, *ops: str, **options) -> list[Built]:
-    """On this process's share of the machine, where pytest runs several side by side."""
-    jobs = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    return precompile(arch, ops or None, **{"loads": FULL, "ways": ("training",), "packed": (False,), "jobs": jobs, **options})
+    return precompile(arch, ops or None, **{"loads": FULL, "ways": ("training",), "packed": (False,), "jobs": jobs(), **options})
+
+
+def built(arch: str, kinds: Iterable[tuple], ways: tuple[str, ...], loads: tuple, choose: Choose = cover) -> list[Built]:
+    """Of what calls of these kinds (op, dtype, (K, V), value heads a key head, whether packed) launch, each pair of choices once."""
+    calls = [(op, dtype, K, V, group, packed, 64, "ieee", ways, loads) for op, dtype, (K, V), group, packed in kinds]
+    return precompiled(arch, launches, calls, jobs(), choose=choose)
 
 
 def allowed(b: Built) -> int:
@@ -208,17 +223,18 @@ def test_drafts_and_trees_of_them_build():
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_member_s_recurrent_form_builds_for_every_card(arch):
-    options = dict(dtypes=("bfloat16", "float32"), sizes=((64, 64), (128, 128), (256, 512)), groups=(1, 4))
-    made = build(arch, ways=("one token", "first token", "decoding", "drafting"), packed=(False, True), **options)
-    check([b for b in made if b.kernel in ("recurrent_kernel", "slot_kernel")])
+    ways, sizes = ("one token", "first token", "decoding", "drafting"), ((64, 64), (128, 128), (256, 512))
+    kinds = product(all_ops(), ("bfloat16", "float32"), sizes, (1, 4), (False, True))
+    forms = {"recurrent_kernel", "slot_kernel"}
+    check(built(arch, kinds, ways, FULL, lambda heard: cover([x for x in heard if x.name.rpartition(".")[2] in forms])))
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128), ("float32", 64)])
 @pytest.mark.parametrize("arch", SERVED)
-def test_every_cell_builds_for_every_card(arch, dtype, size, packed):
-    made = build(arch, *CELLS, dtypes=(dtype,), sizes=((size, size),), packed=(packed,), groups=(1, 4))
+def test_every_cell_builds_for_every_card(arch):
+    shapes = [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128), ("float32", 64)]
+    kinds = [(op, dtype, (n, n), group, packed) for op, (dtype, n), group, packed in product(CELLS, shapes, (1, 4), (False, True))]
+    made = built(arch, kinds, ("training",), FULL)
     check(made)
     check_descriptors(made)
 
@@ -233,11 +249,22 @@ def test_short_chunks_have_whole_descriptors(op, chunk):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("op", CELLS)
-def test_every_load_and_way_of_calling_builds_for_hopper(op):
-    made = precompile("sm_90", (op,), loads=LOADS)
+def test_every_load_and_way_of_calling_builds_for_hopper():
+    made = built("sm_90", product(CELLS, ("bfloat16",), ((128, 128),), (1,), (False, True)), tuple(WAYS), LOADS)
     check(made)
     check_descriptors(made)
+
+
+def test_a_cover_has_every_pair_of_choices():
+    def launch(**switches):
+        data = dict(constant_keys=[*switches], constant_vals=[*switches.values()], signature={"x": "*bf16", "K": "constexpr"})
+        return Launch("a", "a.kernel", json.dumps({**data, "options": dict(num_warps=4, num_stages=1)}))
+
+    every = [launch(K=K, V=V, PACKED=packed, GATE=gate) for K, V, packed, gate in product((1, 2, 3), (1, 2, 3), (0, 1), "abc")]
+    some = cover(every)
+    assert set().union(*map(pairs, some)) == set().union(*map(pairs, every)) and 9 <= len(some) <= 14 and set(some) < set(every)
+    other = Launch("a", "a.other", every[0].data)
+    assert set(cover([*every, other])) == {*some, other}  # of each kernel
 
 
 def test_the_table_of_spills_names_what_there_is():

@@ -1,12 +1,11 @@
 """The modules' kernels build for every card we serve, fit its shared memory and keep their registers."""
 
-import os
-
 import pytest
 
 pytest.importorskip("triton")
 
-from test_triton_compile import SERVED, check  # noqa: E402
+from cover import cover  # noqa: E402
+from test_triton_compile import SERVED, check, jobs  # noqa: E402
 
 from chunkwise.engine.precompile import build  # noqa: E402
 from chunkwise.nn.launch.sample import launches  # noqa: E402
@@ -18,8 +17,7 @@ KERNELS = {
 
 
 def made_for(arch, *calls):
-    jobs = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    made = build(arch, launches, calls, jobs)
+    made = build(arch, launches, calls, jobs(), choose=cover)
     assert {b.kernel for b in made} == KERNELS
     return made
 
@@ -29,7 +27,7 @@ def test_modules_build_for_hopper():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("arch", SERVED)
-def test_modules_build_for_every_card(arch, dtype):
-    check(made_for(arch, (dtype, 2048, 128, 32000), (dtype, 1000, 100, 50257), (dtype, 8192, 256, 151936)))
+def test_modules_build_for_every_card(arch):
+    sizes = (2048, 128, 32000), (1000, 100, 50257), (8192, 256, 151936)
+    check(made_for(arch, *((dtype, *size) for dtype in ("bfloat16", "float16", "float32") for size in sizes)))

@@ -20,11 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import Config
 from .constant import constant as constant_of
+from .fingerprint import settle
 
 if TYPE_CHECKING:
     from .record import Recorder
 
 AMD = torch.version.hip is not None
+settle()  # every kernel is launched, and hashed, by way of this module
 READY: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}  # and the switches in the kernel's order
 
 

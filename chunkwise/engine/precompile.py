@@ -218,7 +218,7 @@ def hear(run: Callable[[], None]) -> list[Launch]:
     return list(heard.values())
 
 
-def _launches(
+def launches(
     op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, ways: tuple[str, ...], loads: tuple[Any, ...]
 ) -> list[Launch]:
     """What calls of a member launch under the driver of this process."""
@@ -272,6 +272,9 @@ def _stand_in(arch: str, name: str) -> None:
     """Begin a worker: the stand-in driver, and compilers' complaints (pages of them) into a file."""
     from triton.runtime import driver
 
+    from .fingerprint import settle
+
+    settle()
     torch.set_num_threads(1)
     log = tempfile.TemporaryFile()
     os.dup2(log.fileno(), 2)
@@ -348,7 +351,7 @@ def precompile(
         (op, dtype, K, V, group, pack, chunk_size, precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
     ]
-    return build(arch, _launches, calls, jobs, heard, card)
+    return build(arch, launches, calls, jobs, heard, card)
 
 
 def build(
@@ -358,14 +361,16 @@ def build(
     jobs: int,
     heard: Callable[[Built, int], None] = lambda built, of: None,
     card: str = "",
+    choose: Callable[[list[Launch]], list[Launch]] = list,
 ) -> list[Built]:
-    """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments."""
+    """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments; of that what `choose`
+    leaves."""
     crew, made = Crew(lambda jobs: _workers(arch, jobs, card), jobs), []
     with crew.pool:
         found = list(crew.each(listen, calls))
         if None in found:
             raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")
-        wanted = list(dict.fromkeys(launch for some in found for launch in some))
+        wanted = choose(list(dict.fromkeys(launch for some in found for launch in some)))
         for launch, built in zip(wanted, crew.each(_build, [(arch, launch) for launch in wanted])):
             made.append(built or Built(launch.name.rpartition(".")[2], arch, {}, (), 0, 0, error="the compiler died"))
             heard(made[-1], len(wanted))
