@@ -1,4 +1,4 @@
-"""Which of many specialisations of kernels to build: enough of them that every pair of their choices that occurs is met in one."""
+"""Which of many specialisations of kernels to build: enough of them that every choice, or pair of choices, is met."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def choices(launch: Launch) -> frozenset[Choice]:
     return frozenset({**switches, **types, "warps": said["options"]["num_warps"], "stages": said["options"]["num_stages"]}.items())
 
 
-def pairs(launch: Launch) -> frozenset[tuple[Choice, Choice]]:
-    """Every two choices of a launch."""
-    return frozenset(combinations(sorted(choices(launch), key=repr), 2))
+def sets(launch: Launch, together: int = 2) -> set[tuple[Choice, ...]]:
+    """Every so many choices of a launch."""
+    return set(combinations(sorted(choices(launch), key=repr), together))
 
 
-def cover(launches: list[Launch]) -> list[Launch]:
-    """For every kernel, launches that have all the pairs of choices that `launches` have: the one with most new ones first, and so on."""
+def cover(launches: list[Launch], together: int = 2) -> list[Launch]:
+    """For every kernel, launches that have all the choices (2 together: pairs of them) that `launches` have; those with most first."""
     kernels = defaultdict(list)
     for launch in launches:
         kernels[launch.name].append(launch)
     chosen = []
     for some in kernels.values():
-        number: dict[Choice, int] = {}  # numbers are paired faster than what they stand for
+        number: dict[Choice, int] = {}  # numbers are put together faster than what they stand for
         own = [sorted(number.setdefault(c, len(number)) for c in choices(launch)) for launch in some]
-        left = [set(combinations(numbers, 2)) for numbers in own]
-        met: set[tuple[int, int]] = set()
+        left = [set(combinations(numbers, together)) for numbers in own]
+        met: set[tuple[int, ...]] = set()
         heap = [(-len(new), i) for i, new in enumerate(left)]
         heapq.heapify(heap)
         while heap:
             count, i = heapq.heappop(heap)
             left[i] -= met
-            if len(left[i]) < -count:  # others have met some of its pairs since it was counted
+            if len(left[i]) < -count:  # others have met some of its own since it was counted
                 heapq.heappush(heap, (-len(left[i]), i))
             elif left[i]:
                 chosen.append(some[i])
