@@ -108,7 +108,7 @@ def test_correlated_keys_lose_no_digit_in_single_precision(op):
     call = make(op, case, torch.float32)
     truth, got = definition(call), engine(call)
     for name in ("o", "final state"):
-        assert (got[name] - truth[name]).norm() < 1e-5 * truth[name].norm(), name
+        assert (got[name].cpu() - truth[name]).norm() < 1e-5 * truth[name].norm(), name
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if "use_gate_in_kernel" in op.defaults], ids=ids)
@@ -118,7 +118,7 @@ def test_the_gate_s_gradient_keeps_its_digits_in_half_types(op):
     raw = lambda g: -torch.linspace(0.01, 16, g.shape[2]).view(-1, *[1] * (g.ndim - 3)) * torch.nn.functional.softplus(torch.randn_like(g))
     got = judged(make(op, case, torch.bfloat16, log_decay=raw))
     want = definition(make(op, case, torch.bfloat16, log_decay=raw))["dg"]
-    assert (got["dg"].double() - want).norm() < 1e-2 * want.norm()
+    assert (got["dg"].cpu().double() - want).norm() < 1e-2 * want.norm()
 
 
 @gated

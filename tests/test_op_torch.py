@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from oracle import OP_FORMS, OPS, Case, definition, engine, ids, make, same
+from oracle import DEVICE, OP_FORMS, OPS, Case, definition, engine, ids, make, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +111,7 @@ def test_gradients_are_finite_differences(op):
 def test_autocast_changes_nothing(op):
     call = make(op, Case(B=2, T=40, H=2, K=8, V=16), torch.float32)
     want = engine(call)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         got = engine(call)
     for name, t in want.items():
         assert torch.equal(got[name], t), name
