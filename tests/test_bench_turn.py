@@ -98,16 +98,20 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
 
     x, size, built = torch.zeros(1), 1, []
     candidates = [Config(dict(BLOCK=b), num_warps=w, num_stages=s) for b in (16, 32) for w in (1, 2, 4) for s in (2, 3)]
-    keys = ((1, "float32", candidates), (2, "float32", candidates[::-1]), (4, "float16", candidates[3:]))  # it was tuned for
+    keys = ((1, "float32", candidates), (2, "float32", candidates[::-1]), (4, "float16", candidates[3:]))
     for N, dtype, order in keys:
         (tmp_path / str(N)).mkdir()
-        timed = [[{**vars(c), "pre_hook": None}, float(i)] for i, c in enumerate(order)]
+        slow = 9.0 * (dtype == "float16")  # all but its fastest
+        timed = [[{**vars(c), "pre_hook": None}, 1 + i / 20 + slow * (i > 0)] for i, c in enumerate(order)]
         data = {"key": [N, f"torch.{dtype}"], "configs_timings": timed}
         (tmp_path / str(N) / "kernel.autotune.json").write_text(json.dumps(data))
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: candidates)  # put back afterwards
     monkeypatch.setattr("chunkwise.bench.autotuner._shared", lambda: 100)
     build_side_by_side(shortlist=tmp_path)
     assert offered(1) == candidates[:1] and offered(2) == candidates[-1:]  # the same keys again: what was chosen
+    x = x.half()
+    assert offered(5) == candidates[3:4]  # nothing hopeless
+    x = x.float()
     assert offered(3) == [candidates[i] for i in (0, 2, 9, 11)] and len(built) == 2 * BEST  # of each key like it, two kinds' fastest
     size = 10  # none of the shortlist fits
     assert offered(3) == candidates and len(built) == 2 * BEST + len(candidates)

@@ -14,6 +14,8 @@ from .turn import turn
 
 BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for that is like the one at hand
 
+HOPELESS = 2  # times what the fastest took: a kind that was so slow is not tried again. Such spill, and take a minute to build
+
 
 def share(lock: Path, shortlist: Path | None = None) -> None:
     """Let Triton's autotuner build side by side, here and in the processes that share the lock file, and time alone; see below."""
@@ -43,8 +45,8 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int
     """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
     chooses as it always does. shortlist: a folder that holds the autotuner's files of an earlier run (Triton's cache, or a copy of its
     *.autotune.json). A kernel timed there for the same key has the choice made there, as Triton itself would keep it; for another key
-    it is offered the BEST of the keys most like it instead of all its candidates, if the device can run any of them. few: any other kernel
-    is offered so many of its candidates, evenly spread over their list."""
+    it is offered the BEST of the keys most like it, but for hopeless ones, instead of all candidates, if the device can run any of them.
+    few: any other kernel is offered so many of its candidates, evenly spread over their list."""
     from triton.runtime.autotuner import Autotuner
 
     one_by_one, timed = Autotuner.prune_configs, _timed(shortlist) if shortlist else {}
@@ -103,7 +105,7 @@ def _kind(config: Mapping[str, Any]) -> str:
     return json.dumps([config["kwargs"], config["num_warps"]], sort_keys=True)
 
 
-Runs = dict[str, list[dict[str, Any]]]  # key -> candidates, the fastest first
+Runs = dict[str, list[tuple[dict[str, Any], float]]]  # key -> candidates and their milliseconds, the fastest first
 
 
 def _timed(folder: Path) -> dict[str, Runs]:
@@ -111,20 +113,21 @@ def _timed(folder: Path) -> dict[str, Runs]:
     timed: dict[str, Runs] = defaultdict(dict)
     for file in folder.rglob("*.autotune.json"):
         run = json.loads(file.read_text())
-        order = [config for config, _ in sorted(run["configs_timings"], key=lambda one: one[1])]
-        timed[file.name.removesuffix(".autotune.json")][json.dumps(run["key"])] = order
+        order = sorted(run["configs_timings"], key=lambda one: one[1])
+        timed[file.name.removesuffix(".autotune.json")][json.dumps(run["key"])] = [(config, ms) for config, ms in order]
     return dict(timed)
 
 
 def _best(runs: Runs, key: str) -> set[str]:
     """Names of the candidates that are tried for a key: its choice, else the fastest kinds of the keys with the fewest other entries."""
     if key in runs:
-        return {_name(runs[key][0])}
+        return {_name(runs[key][0][0])}
     wanted = json.loads(key) if runs else []
     unlike = {k: sum(a != b for a, b in zip_longest(json.loads(k), wanted, fillvalue=())) for k in runs}
     best: set[str] = set()
     for order in (order for k, order in runs.items() if unlike[k] == min(unlike.values())):
-        fastest = {_kind(config): _name(config) for config in reversed(order)}  # of every kind
-        kinds = list(dict.fromkeys(_kind(config) for config in order))
+        good = [config for config, ms in order if ms <= HOPELESS * order[0][1]]
+        fastest = {_kind(config): _name(config) for config in reversed(good)}  # of every kind
+        kinds = list(dict.fromkeys(_kind(config) for config in good))
         best |= {fastest[kind] for kind in kinds[:BEST]}
     return best
