@@ -82,7 +82,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),
     (("sm_80", "sm_90"), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
-    (SERVED, "recurrent_kernel", ("COLUMN", "not V_FIRST")): (1600, "a thread has numbers of 16 keys (256: 32): 469 us at B=64 (H200)"),
+    (SERVED, "recurrent_kernel", ("COLUMN", "not V_FIRST")): (600, "256 keys: a thread has numbers of 16; at 128 next to none"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (104, "not measured on such a card; the largest scan under gates per key"),
     (("sm_100",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (64, _ELSEWHERE),
 }

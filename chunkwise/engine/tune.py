@@ -298,24 +298,26 @@ def _carry(p: Problem) -> Config:
 # Which threads share the keys decides in which order they are added, so it does not depend on how many sequences there are. Measured on
 # an H200, HV=32, K=V=128, B=64, steps in a pool in random order, us; floors 62.4 and, of 16 bits, 31.2.
 def _recurrent(p: Problem) -> Config:
-    return _keys_first(p, 2048, 4)  # Gated DeltaNet 72.5, KDA 78.5; 32 values a program 74.8, 81.1; twice the warps 83.7, 95.1
+    return _keys_first(p, 2048, 4)
 
 
 def _recurrent_half(p: Problem) -> Config:
-    return _keys_first(p, 2048, 8)  # Gated DeltaNet 44.9, KDA 50.2; half the warps 48.3, 54.0
+    return replace(_keys_first(p, 4096, 8), registers=168)  # KDA would take 193 and have fewer programs side by side
 
 
 def _recurrent_odd(p: Problem) -> Config:
-    """Lines that cannot be read 16 bytes at a time: a thread has numbers of as many keys as of values, so few of both."""
-    return _keys_first(p, 512, 1, 16)
+    """Lines that cannot be read 16 bytes at a time: a warp reads one after the other, so a thread has numbers of many keys."""
+    BK = padded(p.K)
+    BV = min(32, padded(p.V))
+    return Config(16, BV, min(16, max(1, BK * BV // 256)), 1)
 
 
-def _keys_first(p: Problem, most: int, many: int, warps: int = 8) -> Config:
+def _keys_first(p: Problem, most: int, many: int) -> Config:
     """BK: keys of a block, what a program's threads read at once, `many` numbers each; a warp has `most` numbers of the state. How many
     sequences there are changes nothing: it would the order of sums."""
     BK = padded(p.K)
     BV = min(64, padded(p.V), max(16, 16384 // BK))
-    count = min(warps, max(1, BK * BV // most))
+    count = min(8, max(1, BK * BV // most))
     return Config(min(BK, max(1, count * 32 * many // BV)), BV, count, 1)
 
 

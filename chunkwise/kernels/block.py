@@ -96,24 +96,32 @@ def both(b_a, b_b, b_c, b_d):
 
 
 @triton.jit
-def total(p_x, p_y, p_z, K: tl.constexpr, FEW: tl.constexpr):
-    """The sum over all keys of x y, or where z is given of x y z: each warp by itself, from memory."""
-    FEW_K: tl.constexpr = 32 if K > 16 else 16
-    o_k = tl.arange(0, FEW_K)
-    b_o = tl.zeros([FEW_K], tl.float32)
-    for j in tl.static_range((K + FEW_K - 1) // FEW_K):
-        m_k = o_k + j * FEW_K < K
-        b_x = tl.load(p_x + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        if not FEW:
-            b_x *= tl.load(p_z + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_o = tl.fma(b_x, tl.load(p_y + j * FEW_K + o_k, mask=m_k, other=0.0).to(tl.float32), b_o)
+def few(p_x, K: tl.constexpr):
+    """A vector of keys as it is stored, all of it in each warp."""
+    FEW: tl.constexpr = 32 if K > 16 else 16
+    o_k = tl.arange(0, FEW)
+    b_x: tl.tuple = ()
+    for j in tl.static_range((K + FEW - 1) // FEW):
+        b_x = b_x + (tl.load(p_x + j * FEW + o_k, mask=o_k + j * FEW < K, other=0.0),)
+    return b_x
+
+
+@triton.jit
+def total(b_x, b_y, b_z, TWO: tl.constexpr):
+    """The sum over all keys of x y, or of x y z, of vectors that each warp has."""
+    b_o = tl.zeros(b_x[0].shape, tl.float32)
+    for j in tl.static_range(len(b_x)):
+        b_p = b_x[j].to(tl.float32)
+        if not TWO:
+            b_p *= b_z[j].to(tl.float32)
+        b_o = tl.fma(b_p, b_y[j].to(tl.float32), b_o)
     return tl.sum(b_o, 0)
 
 
 @triton.jit
-def unit(p_x, K: tl.constexpr, NORM: tl.constexpr):
+def unit(b_x, NORM: tl.constexpr):
     """1 / sqrt(sum of squares + 1e-6), where asked for."""
-    return tl.div_rn(1.0, tl.sqrt_rn(total(p_x, p_x, p_x, K, True) + 1e-6)) if NORM else 1.0
+    return tl.div_rn(1.0, tl.sqrt_rn(total(b_x, b_x, b_x, True) + 1e-6)) if NORM else 1.0
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from .block import (
     at,
     both,
     column,
+    few,
     forgets,
     keep,
     keep_column,
@@ -103,12 +104,10 @@ def recurrent_kernel(
         o_v = (pid - i_nh * (NB // TURNS) + i_v) * BV + tl.arange(0, BV)
         m_v = o_v < V
         o_S = i_hv * HEAD + on_keys(o_k * k_apart, V_FIRST) + on_values(o_v * v_apart, V_FIRST)  # the first block
-        if INITIAL:
+        LATE: tl.constexpr = ONE and not TREE  # after all else that a token brings, none of which waits for its slot
+        b_first = nothing(o_S, NK)
+        if INITIAL and not LATE:
             b_first = state(S0 + i_slot * s0 + o_S, live, o_k, m_v, STEP, K, NK, V_FIRST)
-        else:
-            b_first = nothing(o_S, NK)
-        if ONE and not V_FIRST:
-            tl.debug_barrier()  # all loads are under way before anything waits for one: the compiler would put off most of them
         b_S = singles(b_first)
         if TREE:
             b_root = b_S
@@ -120,8 +119,25 @@ def recurrent_kernel(
             first, last = i - t * ROWS == 0, i - t * ROWS == ROWS - 1  # of a token's rows
             p_q, p_k = q + row * sq + (i_hv // GROUP) * K, k + i_row * sk + (i_hv // GROUP) * K
             p_g, p_bias = g + row * sg + (i_hv // GROUP_G) * K, dt_bias + i_hv * K  # of gates of keys
+            p_a, p_b = a + row * sa + (i_hv // GROUP_A) * K, b + row * sb + (i_hv // GROUP_B) * K
             b_v = tl.load(v + i_row * sv + i_hv * V + o_v, mask=m_v, other=0.0).to(tl.float32)  # values
-            r_q, r_k = unit(p_q, K, NORM) * scale, unit(p_k, K, NORM)
+            b_f = 1.0
+            if GATE == "scalar":
+                b_f = tl.load(g + row * sg + i_hv).to(tl.float32)
+            elif GATE == "value":
+                b_f = tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0)  # values
+            b_beta = 1.0
+            if RULE == "delta" and USE_BETA:
+                b_beta = tl.load(beta + i_row * sbeta + i_hv).to(tl.float32)
+            t_q, t_k = few(p_q, K), few(p_k, K)
+            t_a = few(p_a, K) if NORM_A else t_k
+            t_b = few(p_b, K) if RULE == "dplr" else t_k
+            t_u = few(u + i_hv * K, K) if BONUS else t_k
+            if LATE:
+                b_late = state(S0 + i_slot * s0 + o_S, live, o_k, m_v, STEP, K, NK, V_FIRST) if INITIAL else nothing(o_S, NK)
+                if not V_FIRST:
+                    tl.debug_barrier()  # all loads are under way before one is waited for: the compiler would put off most of them
+            r_q, r_k, r_a = unit(t_q, NORM) * scale, unit(t_k, NORM), unit(t_a, NORM_A)
             if TREE:
                 i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
                 if first & (i_p < 0):
@@ -136,33 +152,27 @@ def recurrent_kernel(
                     b_S = times(singles(b_S), lost)
                     if COLUMN != "":
                         b_z = times(column(ST + i_s * sT + o_z, i_s >= 0, o_k, k_apart, K, NK), lost)
-            b_f = 1.0
             if GATE == "head":
                 b_f = b_head
             elif GATE == "scalar":
-                b_f = tl.load(g + row * sg + i_hv)
                 if TIME:
-                    b_dt = b_f.to(tl.float32) + b_bias
+                    b_dt = b_f + b_bias
                     b_dt = softplus(b_dt) if SOFTPLUS else b_dt
                     b_f = b_dt * A
                 b_f = forgets(b_f, A, b_bias, bound, RAW)
                 if ROWS > 1:
                     b_f = tl.where(first, b_f, 1.0)
             elif GATE == "value":
-                b_f = forgets(tl.load(g + row * sg + i_hv * V + o_v, mask=m_v, other=0.0), A, b_bias, bound, RAW)  # values
-            if ERASE:
-                p_a = a + row * sa + (i_hv // GROUP_A) * K
-                r_a = unit(p_a, K, NORM_A)
+                b_f = forgets(b_f, A, b_bias, bound, RAW)
             if COLUMN == "seen":
                 left = exp(tl.load(g_seen + row * sg_seen + i_hv // GROUP).to(tl.float32))
                 strong = tl.load(beta_seen + row * sbeta_seen + i_hv // GROUP).to(tl.float32)
                 c = tl.load(centre + i_hv // GROUP).to(tl.float32) if CENTRE else middle
-            p_b = b + row * sb + (i_hv // GROUP_B) * K
             if not (KEYS or COLUMN == "seen"):
-                b_own = total(p_q, p_k, u + i_hv * K, K, not BONUS) * r_q * r_k
+                b_own = total(t_q, t_k, t_u, not BONUS) * r_q * r_k
             if RULE == "dplr":
-                b_other = total(p_q, p_b, p_b, K, True) * r_q
-            b_was = b_first if ONE and not TREE else b_S
+                b_other = total(t_q, t_b, t_b, True) * r_q
+            b_was = b_late if LATE else b_S
             b_o = tl.zeros(o_S.shape, tl.float32)  # to be summed over the keys of a block
             b_x = b_o
             b_qk, b_qz = tl.zeros([KB], tl.float32), tl.zeros([KB], tl.float32)
@@ -211,7 +221,6 @@ def recurrent_kernel(
             if not (GATE == "key" or BONUS):
                 b_o *= b_f
             if RULE == "delta" and USE_BETA:
-                b_beta = tl.load(beta + i_row * sbeta + i_hv).to(tl.float32)
                 b_w *= (sigmoid(b_beta) if SIGMOID else b_beta) * strength
             b_o = tl.fma(tl.zeros_like(b_o) + b_own, b_w, b_o)
             if RULE == "dplr":
@@ -224,10 +233,6 @@ def recurrent_kernel(
             b_S = ()
             for j in tl.static_range(NK):
                 b_k, b_fk = b_ks[j], b_fs[j]
-                if not V_FIRST:  # once more, from the caches: the registers they would lie in are other programs'
-                    b_k, b_fk = key_and_gate(j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K, GATE, RAW, BIAS, KEYS)
-                    if COLUMN == "seen":
-                        b_k = rescaled(b_k, b_z[j], c, log_most, eps)
                 b_s = once_more(b_was[j], zero, PTX)
                 if GATE == "key":
                     b_s *= on_keys(b_fk, V_FIRST)
