@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..engine.constant import constant
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
+from ..spec import Arg, Gate, Op, Options, Output, Raw, Rule, Streams
 
 
 @constant
@@ -34,10 +34,14 @@ def lower(q: Tensor, k: Tensor, v: Tensor) -> Streams:
     return Streams(q, k, v, g=log_gamma(v.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device))
 
 
+def raw(q: Tensor, k: Tensor, v: Tensor) -> tuple[Streams, Raw]:
+    return lower(q, k, v), Raw()
+
+
 RETENTION = Op(
     name="retention", gate=Gate.HEAD, rule=Rule.ADD, paper="https://arxiv.org/abs/2307.08621",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V")),
-    step=step, lower=lower, parallel=True,
+    step=step, lower=lower, raw=raw, parallel=True,
 )  # fmt: skip
 
 

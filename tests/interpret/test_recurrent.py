@@ -10,7 +10,7 @@ from chunkwise.engine.config import Config
 from chunkwise.engine.dispatch import choose, run
 from chunkwise.engine.problem import Problem, problem
 from chunkwise.engine.prologue import activate_gate
-from chunkwise.engine.raw import NOTHING, Raw
+from chunkwise.engine.raw import NOTHING, Raw, handed
 from chunkwise.engine.stages_triton_recurrent import States
 from chunkwise.engine.stages_triton_recurrent import recurrent as launch
 from chunkwise.nn.norm import l2norm
@@ -244,6 +244,12 @@ def test_what_a_member_computes_is_the_kernel_s(op: Op, monkeypatch):
     live = [n for n in range(B) if n != 1]
     for mine, torchs, right in zip((out[live], pool[index[live]]), want, true):
         check(mine, torchs[live], right[live])
+
+
+@pytest.mark.parametrize("op", all_ops().values(), ids=lambda op: op.name)
+def test_whatever_an_op_may_be_left_to_do_is_the_kernel_s(op: Op):
+    x = op.draw({**EXTRA_SIZES, **dict(B=B, T=2, H=H, HV=HV, K=K, V=V)})
+    assert handed(op, {n: x.get(n) for n in op.args}, {**op.defaults, **left_raw(op, x)}) is not None
 
 
 def test_keys_past_the_last_are_no_numbers_either_where_nothing_is_added_to_what_keys_have_seen(monkeypatch):
