@@ -53,9 +53,10 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         return slots(p, x, s)
     states = [t for t in s[:2] if t is not None]
     c = config("recurrent_v_first" if s.v_first else "recurrent_odd" if s.odd else "recurrent_half" if s.size == 2 else "recurrent", p)
-    if raw != NOTHING:
-        c = replace(c, registers=None)  # what it prepares needs some more, and would be spilled
     erase, many = x.e if x.a is None else x.a, x.v.shape[1] // p.T if p.T else 1
+    one = p.T == many == 1 and p.cu_seqlens is None
+    if raw != NOTHING or not one:
+        c = replace(c, registers=None)  # what it prepares, or goes on from, needs some more and would be spilled
     unused = o = x.q.new_empty(p.B, p.T, p.HV, p.V)
     (q, sq), (k, sk), (v, sv) = rows(x.q), rows(x.k), rows(x.v)
     (g, sg), (beta, sbeta), (a, sa), (b, sb), (writes, swrites), (g_seen, sg_seen), (beta_seen, sbeta_seen) = (
@@ -80,7 +81,8 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
         SIGMOID=raw.sigmoid, TIME=raw.rate is not None, SOFTPLUS=raw.softplus, SKIP=raw.skip is not None, KEYS=raw.keys,
         ERASES=raw.erases, WRITES=raw.writes is not None, ROWS=many, COLUMN=raw.memory, CENTRE=raw.centre is not None,
-        ONE=p.T == many == 1 and p.cu_seqlens is None, PTX=not s.v_first and card().arch.startswith("sm_") and not knobs.runtime.interpret,
+        ONE=one, MEET=s.odd or p.V % (16 // s.size) != 0 or o.element_size() > s.size,
+        PTX=not s.v_first and card().arch.startswith("sm_") and not knobs.runtime.interpret,
         config=replace(c, fuse=False),  # the kernel says what is
     )  # fmt: skip
     return o

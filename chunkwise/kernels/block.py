@@ -58,6 +58,15 @@ def singles(b_x):
 
 
 @triton.jit
+def singles_anew(b_x, zero, PTX: tl.constexpr):
+    """Not before they are wanted: nothing moves this out of a branch."""
+    b_y: tl.tuple = ()
+    for j in tl.static_range(len(b_x)):
+        b_y = b_y + (once_more(b_x[j], zero, PTX),)
+    return b_y
+
+
+@triton.jit
 def keep(p_S, b_s, j, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, V_FIRST: tl.constexpr):
     """Block j into memory."""
     m_k = o_k + j * o_k.shape[0] < K
@@ -65,10 +74,11 @@ def keep(p_S, b_s, j, live, o_k, m_v, STEP: tl.constexpr, K: tl.constexpr, V_FIR
 
 
 @triton.jit
-def put(p_o, b_o, o_k, o_v, m_v, V_FIRST: tl.constexpr):
-    """Numbers of values into memory, keys first by the threads that have a block's first key: they need not meet for it."""
+def put(p_o, b_o, o_k, o_v, m_v, MEET: tl.constexpr):
+    """Numbers of values into memory: keys first by the threads that have a block's first key, which need not MEET for it. They must where
+    those would store them in other vectors than they have of the state: the compiler may then sum once more in that order of threads."""
     b_o = b_o.to(p_o.dtype.element_ty)
-    if V_FIRST:
+    if MEET:
         tl.store(p_o + o_v, b_o, mask=m_v)
     else:
         o_b = o_v[None, :] + o_k[:, None] * 0

@@ -40,6 +40,7 @@ from .block import (
     rounded,
     single,
     singles,
+    singles_anew,
     state,
     times,
     total,
@@ -73,6 +74,7 @@ def recurrent_kernel(
     TIME: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, KEYS: tl.constexpr, ERASES: tl.constexpr, WRITES: tl.constexpr,
     ROWS: tl.constexpr, COLUMN: tl.constexpr, CENTRE: tl.constexpr,
     ONE: tl.constexpr,  # T and ROWS are 1
+    MEET: tl.constexpr,  # numbers of the output are no vectors of the state's: see put
     PTX: tl.constexpr,  # built for a card that has it
 ):  # fmt: skip
     """One program a (sequence, value head, block of BV values). A negative slot: output 0, nothing read or stored."""
@@ -109,8 +111,6 @@ def recurrent_kernel(
         if INITIAL and not LATE:
             b_first = state(S0 + i_slot * s0 + o_S, live, o_k, m_v, STEP, K, NK, V_FIRST)
         b_S = singles(b_first)
-        if TREE:
-            b_root = b_S
         if COLUMN != "":
             b_z = b_first_z
         for i in range(1 if ONE else Tn * ROWS):
@@ -141,7 +141,7 @@ def recurrent_kernel(
             if TREE:
                 i_p = tl.load(parents + i_n * columns + t, mask=t < columns, other=t).to(tl.int64)
                 if first & (i_p < 0):
-                    b_S = b_root
+                    b_S = singles_anew(b_first, 0, PTX)
                     if COLUMN != "":
                         b_z = b_first_z
                 elif first & (i_p != t - 1):  # the token before has left its state in the registers
@@ -229,7 +229,7 @@ def recurrent_kernel(
                 b_o = tl.div_rn(b_o, tl.zeros_like(b_o) + (tl.sum(b_qz, 0) + eps))
             if SKIP:
                 b_o = tl.fma(tl.zeros_like(b_o) + tl.load(skip + i_hv).to(tl.float32), b_v, b_o)
-            put(o + (row * HV + i_hv) * V, tl.where(live, b_o, 0.0), o_k, o_v, m_v & last, V_FIRST)
+            put(o + (row * HV + i_hv) * V, tl.where(live, b_o, 0.0), o_k, o_v, m_v & last, V_FIRST or MEET)
             b_S = ()
             for j in tl.static_range(NK):
                 b_k, b_fk = b_ks[j], b_fs[j]
