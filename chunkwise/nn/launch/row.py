@@ -12,13 +12,16 @@ from ...engine.launch import launch
 
 
 @cache
-def _built(warps: int) -> Config:
-    return Config(BK=0, BV=0, num_warps=warps, num_stages=3)
+def _built(warps: int, registers: int | None) -> Config:
+    return Config(BK=0, BV=0, num_warps=warps, num_stages=3, registers=registers)
 
 
-def start(kernel: Any, grid: int | tuple[int, int], *args: Any, warps: int, **switches: Any) -> None:
-    """kernel[grid](*args, **switches) in little host time; args: all that are no switches, in the kernel's order."""
-    launch(kernel, grid, *args, config=_built(warps), **switches)
+def start(
+    kernel: Any, grid: int | tuple[int, int], *args: Any, warps: int, registers: int | None = None, **switches: Any
+) -> None:  # fmt: skip
+    """kernel[grid](*args, **switches) in little host time; args: all that are no switches, in the kernel's order. registers: the most that
+    a thread may have."""
+    launch(kernel, grid, *args, config=_built(warps, registers), **switches)
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
