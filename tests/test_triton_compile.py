@@ -82,6 +82,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),
     (("sm_80", "sm_90"), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
+    (SERVED, "recurrent_kernel", ("TREE",)): (600, "the first state beside the one that a token goes on from; not measured"),
+    (("sm_90",), "conv_kernel", ("GRAD", "PARTS")): (8, "four programs side by side: 0.236 ms of packed rows, else 0.254 (H200)"),
     (SERVED, "recurrent_kernel", ("COLUMN", "not V_FIRST")): (600, "256 keys: a thread has numbers of 16; at 128 next to none"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (104, "not measured on such a card; the largest scan under gates per key"),
     (("sm_100",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (64, _ELSEWHERE),
@@ -223,6 +225,17 @@ def test_drafts_and_trees_of_them_build():
     ways = ((False, False, False), (True, True, False), (True, False, True))
     assert found == {("slot_kernel", turned, *way) for turned in (False, True) for way in ways}
     check(made)
+
+
+@pytest.mark.compile
+def test_a_step_sums_over_keys_in_one_order_of_threads():
+    """Where an output was stored in other vectors than the state's, trees of drafts were summed in both orders: the last bits differed."""
+    from triton.runtime.cache import get_cache_manager
+
+    ways = ("decoding", "drafting")
+    for b in build("sm_90", "delta_rule", sizes=((5, 6), (5, 8)), ways=ways, dtypes=("bfloat16", "float32")):
+        with open(get_cache_manager(b.key).get_file("recurrent_kernel.ttgir")) as file:
+            assert file.read().count(':2 = "tt.reduce"') == 1, b.switches
 
 
 @pytest.mark.compile
