@@ -199,12 +199,14 @@ class Decayed(NamedTuple):
     """What the state pass reads in place of q, k and g: made by the score stage where gates are per key, or by the affine stage (dplr)."""
 
     M: Tensor  # [B, T, HV, C] scale M_qk; affine: M
-    qd: Tensor  # [B, T, HV, K] scale q e^G; affine: q~
+    qd: Tensor  # [B, T, HV, K] scale q e^G; affine: q~, and for scans in reverse q^
     kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases; affine: w~
-    kr: Tensor  # [B, T, HV, K] k e^(G_C - G); affine: k~
+    kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
     decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
     near: Tensor | None = None  # for the gradients: [slots, HV] uint8, whether a chunk's decays are in reach
-    w: Tensor | None = None  # affine: [B, T, HV, K] b
+    w: Tensor | None = None  # dplr: [B, T, HV, K] b
+    A: Tensor | None = None  # dplr: [B, T, HV, C]
+    Mqw: Tensor | None = None  # dplr: [B, T, HV, C]
 
 
 class Scan(NamedTuple):
@@ -310,8 +312,8 @@ def scan(
         M = decay = unused
         w = k
     else:
-        M, q, kd, k, decay, _, b = decayed
-        e, w, sk = k if kd is None else kd, k if b is None else b, p.HV * p.K
+        M, q, kd, k, decay, _, b, A, Mqw = decayed
+        e, w, sk, T = k if kd is None else kd, k if b is None else b, p.HV * p.K, (Mqw if reverse else A) if low_rank else T
     by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0  # parts of a state: see PARTED
     if by != WHOLE and not ends and parted(p.gate, p.rule, p.dtype, p.K, p.V):
         parts = 2 if made.carried is None else 1

@@ -24,8 +24,6 @@ class Apart(NamedTuple):
     """What the gradients need of the affine stage besides the scan's operands."""
 
     T: Tensor  # (I - M_rw)^-1 [B, T, HV, C]
-    A: Tensor  # T M_rk [B, T, HV, C]
-    Mqw: Tensor  # [B, T, HV, C]
     near: Tensor  # [slots, HV, blocks of keys] uint8, whether a chunk's pairs may meet around its middle
     middle: Tensor  # [slots, HV, K] G at the middle, log2 units, fp32
 
@@ -63,7 +61,8 @@ def affine(
     """
     (q, k, a, b), sk, sa = _keys(x)
     g, table, low_rank, gated = dense(x.g, q), sets(p, q.device), p.rule is Rule.DPLR, p.gate is Gate.KEY
-    halves, bound, grid, on = gated and kept is not None, reach(p), at.slots * p.HV, _on(p, x)
+    back = kept is not None
+    halves, bound, grid, on = gated and back, reach(p), at.slots * p.HV, _on(p, x)
 
     places = (sk, sa, p.T, p.HV, p.scale)
 
@@ -89,10 +88,11 @@ def affine(
     decay = torch.empty(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device)
     near, middle = (torch.empty(at.slots, p.HV, NK, dtype=torch.uint8, device=q.device), torch.empty_like(decay)) if halves else (q, decay)
     launch(
-        affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, A, Mqw, qm, wm, km, bm, decay, near, middle,
-        *places, BK=c.BK, HALVES=halves, LIMIT=limit(p), **on, config=c,
+        affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, Mqw, qm, wm, km, bm, decay, near, middle,
+        *places, BK=c.BK, OUTPUT=not back, HALVES=halves, LIMIT=limit(p), **on, config=c,
     )  # fmt: skip
-    return kept, Decayed(M, qm, wm if low_rank else None, km, decay, w=bm if low_rank else None), Apart(T, A, Mqw, near, middle)
+    decayed = Decayed(M, qm, wm, km, decay, w=bm, A=A, Mqw=Mqw) if low_rank else Decayed(M, qm, None, km, decay)
+    return kept, decayed, Apart(T, near, middle)
 
 
 def grads(
@@ -101,7 +101,7 @@ def grads(
 ) -> Streams:  # fmt: skip
     """Stage `grads`: gradients per value head; those of q, k, a, b in fp32 where value heads share them, u's per chunk.
 
-    X, U: what the scans left: w~ S and b dS, overwritten; additive: none and dv.
+    X, U: what the scans left: X and dX, overwritten; additive: none and dv.
     """
     (q, k, a, b), sk, sa = _keys(x)
     (v, do), sv = alike(x.v, do)
@@ -122,8 +122,8 @@ def grads(
     c = config("grad_pair", p)
     few = {n: on[n] for n in ("K", "C", "LOW_RANK", "PACKED", "IP")}
     launch(
-        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, apart.A, apart.Mqw, apart.T, dS, *dM, met, backs, dv,
-        sv, p.B * p.T, p.T, p.HV, p.scale,
+        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, q if decayed.w is None else decayed.w,
+        q if decayed.A is None else decayed.A, apart.T, dS, *dM, met, backs, dv, sv, p.B * p.T, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, **few, config=c,
     )  # fmt: skip
     dq, dk = keys(q), keys(k)

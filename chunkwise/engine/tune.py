@@ -110,13 +110,13 @@ def _added(p: Problem) -> Config | None:
     return Config(BK, min(64, padded(p.V)), 4, 2)
 
 
-DPLR = Config(128, 128, 8, 2)  # of the scans, where _fills(p, 197000): 0.276, else 0.402
+DPLR = Config(128, 128, 8, 2)  # of the scans, where _fills(p, 213100): 0.276, else 0.402
 
 
 # Measured on an H200 at B=8, T=4096, H=16, K=V=128, bf16, ms: here and the other blocks.
 def _output(p: Problem) -> Config:
     if p.rule is Rule.DPLR:
-        return DPLR if _fills(p, 197000) else _state_pass(p, 32)
+        return DPLR if _fills(p, 213100) else _state_pass(p, 32)
     if p.rule is Rule.ADD and _fills(p, 189000):
         return Config(128, 128, 8, 3)  # 0.172, else 0.188; GLA 0.153, else 0.179
     if p.gate is Gate.KEY and _fills(p, 222000):
@@ -129,7 +129,7 @@ def _output(p: Problem) -> Config:
 
 def _states(p: Problem) -> Config:
     if p.rule is Rule.DPLR:
-        return DPLR if _fills(p, 197000) else _state_pass(p)
+        return DPLR if _fills(p, 213100) else _state_pass(p)
     if p.gate is Gate.KEY:  # GLA at three stages 0.142, at two 0.177; KDA 0.286, 0.265
         return replace(_state_pass(p), num_stages=3) if p.rule is Rule.ADD and _fills(p, 115000) else _state_pass(p)
     if p.rule is Rule.ADD and _fills(p, 115000):
@@ -141,7 +141,7 @@ def _states(p: Problem) -> Config:
 
 def _reverse(p: Problem) -> Config:
     if p.rule is Rule.DPLR:
-        return DPLR if _fills(p, 197000) else _state_pass(p)
+        return DPLR if _fills(p, 213100) else _state_pass(p)
     if _fills(p, 222000):
         # 0.260, else 0.402; GLA 0.238, else 0.270; KDA 0.332, else 0.455
         return Config(128, 128, 8, 2 if p.gate is Gate.KEY and p.rule is Rule.DELTA else 3)

@@ -6,10 +6,10 @@
 The additive rule has v in X's place, dv in dX's, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers,
 where it is the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
 With per-key gates q, e, k come decayed (qd with the scale, kd, kr) and M from memory, made by the score kernel.
-LOW_RANK: a chunk is one affine map of the state, made by the affine kernel; q, e, k, w are its q~, w~, k~, b, and the scan is
+LOW_RANK: a chunk's map of the state is made by the affine kernel; e, k, w, Tinv are its w~, k^, b, A (in reverse M_qw), q its q~ or q^:
 
-    forward   X = w~ S;   o = q~ S + M v;   S <- e^(G_C) S + b' X + k~' v
-    reverse   X = b dS;   dS <- e^(G_C) dS + w~' X + q~' do
+    forward   X = w~ S + A v;           o = q~ S + M v;   S <- e^(G_C) S + b' X + k^' v
+    reverse   dX = b dS + M_qw' do;     dS <- e^(G_C) dS + w~' dX + q^' do
 
 Where the rule adds, dv is the reverse scan's output, and so are dq and dk of scans of the state transposed (TURNED), in which keys and
 values have changed places: dq forwards with (do, v, k) as (q, k, v), dk in reverse with (do, v, q) as (q, k, do).
@@ -214,6 +214,7 @@ def state_pass_kernel(
         if LOW_RANK:
             b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
             b_b = load_chunk(w, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
+            b_T = load_chunk(Tinv, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
         if DELTA:
             if ERASE or KEY:
                 b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
@@ -253,7 +254,8 @@ def state_pass_kernel(
             b_all = tl.exp2(tl.load(decay + ((slot + c) * HV + i_hv) * K + o_k, mask=o_k < K, other=0.0))  # [BK]
 
         if LOW_RANK:
-            b_x = tl.dot(b_s, tl.trans(b_b if REVERSE else b_e), input_precision=IP).to(dtype)  # [BV, C]
+            b_x = tl.dot(b_s, tl.trans(b_b if REVERSE else b_e), input_precision=IP)  # [BV, C]
+            b_x = tl.dot(b_v, b_T if REVERSE else tl.trans(b_T), b_x, input_precision=IP).to(dtype)
             if STORE:
                 store_chunk(X, b_x, row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
         if REVERSE:
