@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.grad import grad_kernel, small_strength_kernel
+from ..kernels.grad import grad_kernel, passed_kernel, small_strength_kernel
 from ..kernels.grad_blocks import grad_blocks_kernel
 from ..spec import Gate, Rule, Streams
 from . import stages_triton as stages
@@ -84,11 +84,21 @@ def _tiled(p: Problem, x: Streams, at: Index, do: Tensor, S: Tensor, dS: Tensor,
         y, D, do = described(y, sy, p.C, BV), described(D, sy, p.C, BV), described(do, sv, p.C, BV)
         states = [descriptor(t, t.shape, t.stride(), [1, 1, BV, c.BK]) for t in states]
         out = [described(t, p.HV * p.K, p.C, c.BK) for t in out]
+    parts = None
+    if not delta and d.g is not None and d.g.dtype == torch.float32:
+        parts = torch.empty(at.slots, p.HV, 4, dtype=torch.float32, device=d.g.device)
     launch(
         grad_kernel, at.slots * p.HV, q, k, v, y, D, do, *states, g, beta, chunks(at, unused),
-        *out, dv, unused if d.g is None else d.g, unused if d.beta is None else d.beta, sk, sv, sy, p.T, p.HV, p.scale, rest,
-        V=p.V, BK=c.BK, BV=BV, GROUP=p.HV // p.H, DELTA=delta, USE_BETA=x.beta is not None, LEARNS=d.g is not None, TMA=tma, **on, config=c,
+        *out, dv, unused if d.g is None else d.g, unused if d.beta is None else d.beta,
+        unused if parts is None else parts, sk, sv, sy, p.T, p.HV, p.scale, rest,
+        V=p.V, BK=c.BK, BV=BV, GROUP=p.HV // p.H, DELTA=delta, USE_BETA=x.beta is not None, LEARNS=d.g is not None, PARTS=parts is not None,
+        TMA=tma, **on, config=c,
     )  # fmt: skip
+    if parts is not None:
+        launch(
+            passed_kernel, at.slots * p.HV, parts, chunks(at, unused), dense(at.first, unused), d.g, p.T, p.HV, p.N,
+            C=p.C, PACKED=p.cu_seqlens is not None, config=config("index", p),
+        )  # fmt: skip
     return d
 
 

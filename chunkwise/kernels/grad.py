@@ -20,7 +20,9 @@ What is per token lies along rows throughout, so that it takes few registers; A,
 import triton
 import triton.language as tl
 
+from .score import fitting
 from .tile import (
+    FLOOR,
     chunk_rows,
     decay_sums,
     load_chunk,
@@ -33,6 +35,11 @@ from .tile import (
     store_chunk,
     whole,
 )
+
+PASSED = tl.constexpr(0)  # of a chunk's parts
+READ = tl.constexpr(1)  # q dq of readers of its first state
+WRITTEN = tl.constexpr(2)  # k dk of writers into its last
+FORGOTTEN = tl.constexpr(3)  # G_C
 
 
 @triton.jit
@@ -57,11 +64,13 @@ def before(b_x, o_c):
 def grad_kernel(
     q, k, v, y, D, do, S, dS, g, beta, chunks,  # q, k, v, do: token rows; y (v or X), D: [B*T, HV, V]; g [HV] | [B*T, HV]; beta [B*T, HV]
     dq, dk, dv, dg, dbeta,  # dq, dk [B*T, HV, K]; dv (delta) [B*T, HV, V]; dg, dbeta [B*T, HV]; S, dS [slots, HV, V, K]
+    parts,  # [slots, HV, 4] fp32, written with PARTS: see passed_kernel
     sk, sv, sy,  # rows of q, k, of v, do and of y, D are so far apart
     T, HV, scale, rest,  # rest: what dS lacks, where the rule adds
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, DELTA: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
     LEARNS: tl.constexpr,  # the gate has a gradient
+    PARTS: tl.constexpr,
     TMA: tl.constexpr,  # q, k, y, D, do, dq, dk are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
 ):  # fmt: skip
     """One program a (chunk, value head), block of keys by block of keys. All V values at once: BV >= V.
@@ -70,6 +79,7 @@ def grad_kernel(
     """
     DECAY: tl.constexpr = GATE != "none"
     GRAD: tl.constexpr = DECAY and LEARNS
+    FIT: tl.constexpr = v.dtype.element_ty == tl.float16  # whose range gradients of pairs may leave
     TYPE: tl.constexpr = v.dtype.element_ty
     OUT: tl.constexpr = dq.dtype if TMA else dq.dtype.element_ty
     pid = tl.program_id(0)
@@ -108,8 +118,6 @@ def grad_kernel(
         b_A = b_P * b_low * scale
     else:
         b_A = tl.where(j <= i, b_P, 0.0) * scale
-    b_A = b_A.to(TYPE)
-    b_At = tl.trans(b_A)  # [j, i]
     if DELTA:
         b_P = tl.dot(b_D, tl.trans(b_y), input_precision=IP)  # [i, j]
         b_f = b_beta
@@ -127,12 +135,20 @@ def grad_kernel(
             b_B = b_P * b_low * -b_f[:, None]
         else:
             b_B = tl.where(j < i, b_P, 0.0) * -b_f[:, None]
+    if FIT:  # what is made with A and B is so many times too small until it is whole
+        fit, back = fitting(tl.maximum(tl.abs(b_A), tl.abs(b_B)) if DELTA else tl.abs(b_A))
+        b_A *= fit
+        if DELTA:
+            b_B *= fit
+    b_A = b_A.to(TYPE)
+    b_At = tl.trans(b_A)  # [j, i]
+    if DELTA:
         b_B = b_B.to(TYPE)
         b_Bt = tl.trans(b_B)  # [j, i]
         if not GRAD:
             b_Bt += b_B  # one of them is 0
-        b_f *= b_start
-    b_start *= scale
+        b_f *= b_start * fit if FIT else b_start
+    b_start *= scale * fit if FIT else scale
     if not DELTA:
         b_all *= rest
         b_end *= rest
@@ -150,6 +166,8 @@ def grad_kernel(
             b_through += tl.sum(tl.reshape(b_S.to(tl.float32) * b_dS.to(tl.float32), [BV // FEW, FEW, BK]), 0)
         b_x = tl.dot(b_do, b_S, input_precision=IP) * b_start[:, None]  # dq [C, BK]
         b_x = tl.dot(b_A, b_k, b_x, input_precision=IP)
+        if FIT:
+            b_x *= back
         if GRAD:
             b_sums += tl.sum(b_q.to(tl.float32) * b_x, 1)
             b_x += b_own[:, None] * b_k.to(tl.float32)
@@ -160,11 +178,15 @@ def grad_kernel(
             if GRAD:
                 b_x = tl.dot(b_B, b_k, b_x, input_precision=IP)  # R
                 b_kr = tl.sum(b_k.to(tl.float32) * b_x, 1)
+                if FIT:
+                    b_kr *= back
                 b_sums += b_kr + b_kr  # once for R, once against what follows
             b_x = tl.dot(b_Bt, b_k, b_x, input_precision=IP)
             b_x = tl.dot(b_At, b_q, b_x, input_precision=IP)
         else:
             b_x = tl.dot(b_At, b_q, input_precision=IP)
+        if FIT:
+            b_x *= back
         if GRAD:
             b_sums -= tl.sum(b_k.to(tl.float32) * b_x, 1)
             b_x += b_own[:, None] * b_q.to(tl.float32)
@@ -176,8 +198,73 @@ def grad_kernel(
 
     if GRAD:
         b_dg = tl.cumsum(b_sums, 0, reverse=True) + before(b_ends * b_end, o_c)
-        b_dg += b_all * tl.sum(tl.sum(b_through, 1), 0)
+        passed = b_all * tl.sum(tl.sum(b_through, 1), 0)
+        b_dg += passed
+        if PARTS:
+            p_part = parts + pid * 4
+            tl.store(p_part + PASSED, passed)
+            tl.store(p_part + READ, tl.sum(b_sums, 0))
+            tl.store(p_part + WRITTEN, tl.sum(b_ends * b_end, 0))
+            tl.store(p_part + FORGOTTEN, tl.maximum(tl.sum(tl.where(o_c == C - 1, b_G, 0.0), 0), FLOOR))
         tl.store(dg + o_h, b_dg.to(dg.dtype.element_ty), mask=o_c < L)
+
+
+@triton.jit(do_not_specialize=["T", "HV", "N"])
+def passed_kernel(
+    parts, chunks, first, dg, T, HV, N,  # parts [slots, HV, 4]; first [N + 1], packed: first slot of each sequence; dg [B*T, HV] fp32
+    C: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """What passes a chunk, PASSED = e^(G_C) S.dS of rounded states, is better known from several; dg is mended. One program a chunk.
+
+    S.dS between two chunks is what passes the first and what it writes, and what passes the second and what it reads: PASSED + WRITTEN of
+    one is PASSED + READ of the next. These are sums over a chunk's own tokens, PASSED of all before it with all after: where little is
+    forgotten it is much larger, and so is its error, every chunk's another. So each of GROUP chunks says what passes all of them, and one
+    takes the mean, in which another's weight is the square of what both and those between them keep.
+    """
+    GROUP: tl.constexpr = 8
+    pid = tl.program_id(0)
+    i_slot = pid // HV
+    i_hv = pid - i_slot * HV
+    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
+    if L <= 0:
+        return
+    if PACKED:
+        low = 0  # the sequence: first[low] <= i_slot < first[low + 1], of empty ones the last
+        high = N
+        while high - low > 1:
+            middle = (low + high) // 2
+            before_it = tl.load(first + middle) <= i_slot
+            low = tl.where(before_it, middle, low)
+            high = tl.where(before_it, high, middle)
+        start_slot = tl.load(first + low).to(tl.int32)
+        n = (tl.load(first + low + 1) - start_slot).to(tl.int32)
+    else:
+        n = tl.cdiv(T, C)
+        start_slot = i_slot // n * n
+    i_c = i_slot - start_slot
+    o = tl.arange(0, GROUP)
+    c_0 = i_c // GROUP * GROUP
+    m = c_0 + o < n
+    p = parts + ((start_slot + c_0 + o).to(tl.int64) * HV + i_hv) * 4
+    b_passed = tl.load(p + PASSED, mask=m, other=0.0)  # [GROUP]
+    b_step = tl.load(p + WRITTEN, mask=m, other=0.0) - tl.load(p + HV * 4 + READ, mask=c_0 + o + 1 < n, other=0.0)
+    b_decay = tl.load(p + FORGOTTEN, mask=m, other=0.0)
+    own = o == i_c - c_0
+    b_here = tl.cumsum(b_step, 0) - b_step  # of PASSED, since the group's first
+    b_vote = b_passed - b_here
+    b_vote += tl.sum(tl.where(own, b_here, 0.0), 0)
+    b_sum = tl.cumsum(b_decay, 0)
+    b_to = tl.sum(tl.where(own, b_sum, 0.0), 0)
+    b_from = tl.sum(tl.where(own, b_sum - b_decay, 0.0), 0)
+    b_lost = tl.where(o > i_c - c_0, b_sum - b_from, b_to - (b_sum - b_decay))  # both chunks' and those between
+    b_weight = tl.where(m & (tl.abs(b_vote) < float("inf")), tl.exp2(tl.minimum(2.0 * b_lost, 0.0)), 0.0)
+    b_weight = tl.where(own, 1.0, b_weight)
+    was = tl.sum(tl.where(own, b_passed, 0.0), 0)
+    now = tl.sum(tl.where(b_weight > 0, b_weight * b_vote, 0.0), 0) / tl.sum(b_weight, 0)
+    o_c = tl.arange(0, C)
+    p_dg = dg + (row + o_c) * HV + i_hv
+    b_dg = tl.load(p_dg, mask=o_c < L, other=0.0)
+    tl.store(p_dg, b_dg + (now - was), mask=o_c < L)
 
 
 @triton.jit(do_not_specialize=["T", "HV"])

@@ -7,11 +7,12 @@ import torch
 from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk, plan_triton, stages_triton_grad, tune
-from chunkwise.engine.problem import Problem
+from chunkwise.engine.problem import Problem, given
 from chunkwise.engine.stages_triton import binary, gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
 from chunkwise.engine.stages_triton_grad import scanned as scans
 from chunkwise.engine.stages_triton_score import scores
+from chunkwise.kernels.grad import passed_kernel
 from chunkwise.spec import Gate, Rule, Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -167,6 +168,37 @@ def forgotten(x: Streams) -> Streams:
 def test_a_gates_gradient_beyond_float16_is_finite(rule, sizes):
     """States of 1000 and as much of their gradients, which fp16 holds; products of the two it does not."""
     check(Gate.KEY, rule, dtype=torch.float16, B=1, T=20, H=1, C=64, strong=0.02, loud=1000.0, **sizes)
+
+
+@pytest.mark.parametrize("gate, rule", [(Gate.SCALAR, Rule.ADD), (Gate.SCALAR, Rule.DELTA), (Gate.NONE, Rule.DELTA)])
+def test_pairs_beyond_float16_have_finite_gradients(gate, rule, monkeypatch):
+    """Products of a value and an output's gradient leave fp16's range; those of all that is made of them do not."""
+    normal = torch.randn_like
+    monkeypatch.setattr(torch, "randn_like", lambda t: normal(t) * 1000)
+    check(gate, rule, dtype=torch.float16, strong=0.1, B=1, T=40, H=1, C=32, change=lambda x: x._replace(v=x.v * 100))
+
+
+def test_what_passes_chunks_is_known_from_several(monkeypatch):
+    """Nothing is forgotten, and states are much larger than what a chunk adds: the gate's gradient has less than one state's rounding. A
+    packed sequence asks its own chunks alone."""
+    x = draw(Gate.SCALAR, Rule.ADD, B=1, T=400, H=1, dtype=torch.float16, strong=0.0)
+    torch.manual_seed(1)
+    do, S0, dST = torch.randn_like(x.v), *(torch.randn(4, 1, 16, 16) * 30 for _ in range(2))
+
+    def gradient(cu: list[int] | None = None, first: int = 0, last: int = 400, i: slice = slice(0, 1)) -> torch.Tensor:
+        part = Streams(*(None if t is None else t[:, first:last] for t in x))
+        p = posed(part, Gate.SCALAR, Rule.ADD, cu=None if cu is None else torch.tensor(cu, dtype=torch.int32))
+        saved = plan_triton.forward(p, part, S0[i], final=False, save=True)[2]
+        return given(plan_triton.backward(p, part, S0[i], saved, do[:, first:last], dST[i])[0].g)
+
+    exact = posed(double(x), Gate.SCALAR, Rule.ADD)
+    truth = chunk.backward(exact, double(x), S0[:1].double(), None, do.double(), dST[:1].double())[0].g
+    several, packed = gradient(), gradient([0, 0, 170, 171, 400], i=slice(0, 4))
+    assert torch.equal(packed[:, :170], gradient(last=170, i=slice(1, 2)))
+    assert torch.equal(packed[:, 171:], gradient(first=171, i=slice(3, 4)))
+    launch = stages_triton_grad.launch
+    monkeypatch.setattr(stages_triton_grad, "launch", lambda k, *a, **on: None if k is passed_kernel else launch(k, *a, **on))
+    assert (several - truth).norm() < 0.7 * (gradient() - truth).norm()
 
 
 @pytest.mark.parametrize("gate, names", [(Gate.KEY, "o S0 k v g"), (Gate.SCALAR, "S0 v")])
