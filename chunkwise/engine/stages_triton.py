@@ -160,7 +160,8 @@ def gathered(p: Problem, x: Streams) -> Problem:
     learns = p.rule is Rule.ADD and x.g is not None and not p.fixed
     if by_chunks(p):
         return replace(p, C=32 if learns else 64)
-    return replace(p, C=2 * p.C) if learns and max(p.K, p.V) > 64 and at_once(p) and p.C == 64 else p
+    wide = learns and max(p.K, p.V) > 64 and (p.V <= 128 or p.V <= AT_ONCE and p.HV == p.H)  # no room for sums over heads, in fp32
+    return replace(p, C=2 * p.C) if wide and at_once(p) and p.C == 64 else p
 
 
 SCANNED = 32  # tokens of a chunk of scans that store states alone, in float32
@@ -177,13 +178,14 @@ def at_once(p: Problem) -> bool:
     """Whether gradients are made of all values of a chunk at once (kernels/grad.py), or of AT_ONCE at a time, on sm_90. Packed rows as
     dense ones: sums in another order have other bits.
 
-    Two programs of 128 values fit a multiprocessor, of 256 one. K=V=256, B=2, T=4096, H=16: DeltaNet 0.40 ms (in blocks 1.00), GDN 0.57.
+    Two programs of 128 values fit a multiprocessor, of 256 one. K=V=256, B=2, T=4096, H=16: DeltaNet 0.40 ms (in blocks 1.00), GDN 0.57;
+    256 keys, 512 values, B=1: simple GLA 0.385 and 0.08 to sum (0.99), where no gate learns 0.35 and 0.08 (0.374).
     """
     if p.rule is Rule.DPLR or p.bonus or p.erase or p.gate not in (Gate.NONE, Gate.HEAD, Gate.SCALAR):
         return False
     fits = p.V <= 128 or p.rule is Rule.ADD and p.V <= AT_ONCE
-    if not fits and p.rule is Rule.DELTA and p.K <= 256:
-        fits = p.C == 64 and p.K % 8 == p.V % 8 == 0 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # others spill 500 bytes a thread
+    if not fits and p.K <= 256 and p.C == 64 and (p.rule is Rule.DELTA or p.gate is not Gate.NONE and not p.fixed):
+        fits = p.K % 8 == p.V % 8 == 0 and (p.V <= AT_ONCE or p.V % AT_ONCE == 0)  # others spill 500 bytes a thread
     return p.dtype != torch.float32 and fits and card().arch == "sm_90"
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..kernels.grad import grad_kernel, passed_kernel, small_strength_kernel
 from ..kernels.grad_blocks import grad_blocks_kernel
+from ..kernels.head import head_kernel
 from ..spec import Gate, Rule, Streams
 from . import stages_triton as stages
-from .config import card
+from .config import Config, card
 from .launch import descriptor, launch
 from .problem import Problem, given
 from .stages_triton import AT_ONCE, Decayed, Index, alike, at_once, can_describe, chunks, dense, described, switches
@@ -125,7 +126,14 @@ def _blocks(
 
 def summed(dx: Tensor, like: Tensor) -> Tensor:
     """[B, T, HV, D] -> like's heads and dtype."""
-    return dx if dx.shape == like.shape else dx.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype)
+    if dx.shape == like.shape:
+        return dx
+    D, rows = like.shape[3], like.shape[0] * like.shape[1] * like.shape[2]
+    made = torch.empty(like.shape, dtype=like.dtype, device=dx.device)
+    c = Config(padded(D), 0, 4, 1)
+    many, n = max(1, 2048 // c.BK), dx.shape[2] // like.shape[2]
+    launch(head_kernel, -(-rows // many), dx.contiguous(), made, rows, D=D, BD=c.BK, ROWS=many, GROUP=n, config=c)
+    return made
 
 
 def by_scans(p: Problem, x: Streams) -> bool:

@@ -52,7 +52,8 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
     if raw.memory == "slots":
         return slots(p, x, s)
     states = [t for t in s[:2] if t is not None]
-    c = config("recurrent_v_first" if s.v_first else "recurrent_odd" if s.odd else "recurrent_half" if s.size == 2 else "recurrent", p)
+    odd = s.odd if states else p.V % 4 != 0  # as the last state's would be, if anybody wanted it: outputs have the same bits
+    c = config("recurrent_v_first" if s.v_first else "recurrent_odd" if odd else "recurrent_half" if s.size == 2 else "recurrent", p)
     erase, many = x.e if x.a is None else x.a, x.v.shape[1] // p.T if p.T else 1
     one = p.T == many == 1 and p.cu_seqlens is None
     if raw != NOTHING or not one:

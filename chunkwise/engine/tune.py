@@ -167,8 +167,8 @@ def _inverse(p: Problem) -> Config:
 def _grad(p: Problem) -> Config:
     """Narrow blocks of keys: two stages of them and whole values leave room for a second program on the multiprocessor."""
     # Measured as above, ms at 2 and 3 stages: linear 0.36 0.48, simple GLA 0.35 0.40, GDN 0.56 0.87; at 1 GDN 0.74.
-    if p.V > 128 and p.rule is Rule.ADD:  # simple GLA, 128 tokens: 0.352 ms, 64 tokens 0.711
-        return Config(min(32, padded(p.K)), padded(p.V), 8, 2)
+    if p.V > 128 and p.rule is Rule.ADD:  # simple GLA, 128 tokens: 0.352 ms; 64 tokens of 512 values 0.385, 8 warps 0.715
+        return Config(min(32, padded(p.K)), padded(p.V), 4 if p.C == 64 else 8, 2)
     if p.rule is Rule.ADD and max(p.K, p.V) <= 64:  # simple GLA's step, B=4, T=4096, H=16: 0.269; two stages 0.297, 128 tokens 0.348
         return Config(min(32, padded(p.K)), padded(p.V), 4, 3)
     if p.C > 64:  # simple GLA, 8 warps, blocks of 32, 64 and 128 keys: 0.65, 0.45 and 0.53

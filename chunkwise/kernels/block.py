@@ -148,12 +148,15 @@ def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
 @triton.jit
 def key_and_gate(
     j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K: tl.constexpr, GATE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, first, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Block j of what a token writes along and of what it leaves: b_f where that is no matter of keys."""
+    """Block j of what a token's row writes along and of what it leaves (all but the first of ROWS: everything): b_f where that is no matter
+    of keys."""
     if GATE == "key":
         b_g = at(p_g, j, o_k, K)
         b_f = forgets(b_g, A, at(p_bias, j, o_k, K) if BIAS else 0.0, bound, RAW)
+        if ROWS > 1:
+            b_f = tl.where(first, b_f, 1.0)
     b_k = left_over(b_g) if KEYS else at(p_k, j, o_k, K) * r_k
     return b_k, b_f
 

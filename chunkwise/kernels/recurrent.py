@@ -160,10 +160,10 @@ def recurrent_kernel(
                     b_dt = softplus(b_dt) if SOFTPLUS else b_dt
                     b_f = b_dt * A
                 b_f = forgets(b_f, A, b_bias, bound, RAW)
-                if ROWS > 1:
-                    b_f = tl.where(first, b_f, 1.0)
             elif GATE == "value":
                 b_f = forgets(b_f, A, b_bias, bound, RAW)
+            if ROWS > 1 and GATE != "none" and GATE != "key":
+                b_f = tl.where(first, b_f, 1.0)
             if COLUMN == "seen":
                 left = exp(tl.load(g_seen + row * sg_seen + i_hv // GROUP).to(tl.float32))
                 strong = tl.load(beta_seen + row * sbeta_seen + i_hv // GROUP).to(tl.float32)
@@ -180,7 +180,7 @@ def recurrent_kernel(
             b_ks: tl.tuple = ()
             b_fs: tl.tuple = ()
             for j in tl.static_range(NK):
-                b_k, b_fk = key_and_gate(j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K, GATE, RAW, BIAS, KEYS)
+                b_k, b_fk = key_and_gate(j, p_k, p_g, p_bias, r_k, A, b_f, bound, o_k, K, GATE, RAW, BIAS, KEYS, first, ROWS)
                 b_q = at(p_q, j, o_k, K) * r_q
                 b_e = b_k
                 if ERASE:

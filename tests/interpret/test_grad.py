@@ -140,6 +140,13 @@ def test_a_head_of_many_values_is_several_of_fewer(gate, monkeypatch):
     monkeypatch.setattr(stages_triton_grad, "AT_ONCE", 16)
     check(gate, Rule.DELTA, dtype=torch.float16, H=1, n=2, V=48, change=faint)
     check(gate, Rule.DELTA, dtype=torch.bfloat16, B=1, T=40, V=32, cu=[0, 0, 17, 18, 18, 40])
+    check(gate, Rule.ADD, dtype=torch.float16, H=1, n=2, V=48)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_sums_over_heads_that_share_keys_leave_no_room_for_two_chunks_of_many_values(n):
+    x = draw(Gate.SCALAR, Rule.ADD, T=1, H=1, n=n, V=136, dtype=torch.bfloat16)
+    assert gathered(posed(x, Gate.SCALAR, Rule.ADD, C=64), x).C == (128 if n == 1 else 64)
 
 
 @pytest.mark.parametrize("strong", [0.05, 5.0, 100.0])

@@ -80,12 +80,46 @@ def test_every_cell_is_the_torch_recurrence(gate, rule, reader):
     check_form(streams(gate, rule, reader), gate, rule, states(B))
 
 
+@pytest.mark.parametrize("gate", list(Gate))
+def test_a_token_of_several_rows_forgets_once(gate):
+    R, S0 = 2, states(B)
+    x = streams(gate, Rule.DELTA, rows=(B, T * R))
+    first, last = torch.arange(0, T * R, R), torch.arange(R - 1, T * R, R)
+    g, each = x.g, x.g
+    if gate is Gate.HEAD:
+        each = x.g.expand(B, T * R, HV).clone()
+    if gate is not Gate.NONE:
+        each = each.clone()
+        each[:, torch.arange(T * R) % R > 0] = 0
+        g = x.g if gate is Gate.HEAD else x.g[:, first].contiguous()
+    apart = x._replace(g=each)  # every row a token
+    own = Gate.SCALAR if gate is Gate.HEAD else gate
+    true, S = recurrent.forward(posed(double(apart), own, Rule.DELTA), double(apart), S0.double(), final=True, save=False)[:2]
+    same = recurrent.forward(posed(apart, own, Rule.DELTA), apart, S0, final=True, save=False)
+    x, ST = x._replace(q=x.q[:, last], g=g), torch.empty_like(S0)
+    o = launch(posed(x, gate, Rule.DELTA), x, States(S0, ST))
+    check(o, same[0][:, last], true[:, last])
+    check(ST, same[1], S)
+
+
 def test_how_many_values_a_program_has_changes_no_bit(monkeypatch):
     x, pool = streams(Gate.KEY, Rule.DELTA), states(B)
     other = pool.clone()
     o = pooled(x, Gate.KEY, Rule.DELTA, pool)
     monkeypatch.setattr(stages_triton_recurrent, "config", lambda *_: Config(16, 16, 1, 1))  # 18 values: the second block is nearly empty
     assert torch.equal(o, pooled(x, Gate.KEY, Rule.DELTA, other)) and torch.equal(pool, other)
+
+
+@pytest.mark.parametrize("V", [18, 20])
+def test_whether_the_last_state_is_wanted_changes_no_block(monkeypatch, V):
+    """Nor how many warps there are, whose sums meet in another order."""
+    asked, rule = [], stages_triton_recurrent.config
+    monkeypatch.setattr(stages_triton_recurrent, "config", lambda *args: asked.append(rule(*args)) or asked[-1])
+    x = streams(Gate.SCALAR, Rule.DELTA)
+    x = x._replace(v=x.v.repeat(1, 1, 1, 2)[..., :V])
+    p = posed(x, Gate.SCALAR, Rule.DELTA)
+    o = [plan_recurrent_triton.forward(p, x, None, final=final, save=False)[0] for final in (False, True)]
+    assert asked[0] == asked[1] and torch.equal(*o)
 
 
 def test_keys_lie_in_blocks(monkeypatch):
