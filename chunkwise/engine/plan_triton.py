@@ -157,18 +157,23 @@ def backward(
         carried = None if room is None else carried_room(p, stages.cut(p), at.most, x.q.device, room)
         if by_scans(p, x):
             return scanned(p, x, at, S0, do, dST, carried)
-        T, add, chunked, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.by_chunks(p), stages.gathered(p, x)
-        if chunked:
+        T, add, chunked, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.by_chunks(p, back=True), stages.gathered(p, x)
+        if stages.by_chunks(p):
             p = part = replace(p, C=stages.SCANNED)
+        tokens = stages.tokens(p, x, at)
         at, every = at if wide is p else stages.index(wide), wide.C // p.C
-        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried)
+        there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried, tokens=tokens)
         back = stages.state_pass(
             part, x, at, dST, T=T, decayed=decayed, do=do, store=every, output=add and not chunked, final=S0 is not None,
-            carried=there.carried, rest=rest,
+            carried=there.carried, tokens=tokens, rest=rest,
         )  # fmt: skip
-        if chunked and (x.g is None or p.fixed):
-            return rows.grads(wide, x, at, do, S=given(there.S), dS=given(back.S)), back.ST
-        U = rows.values(wide, x, at, do, given(back.S)) if chunked else back.o if add else back.X
+        if chunked:
+            each = replace(wide, scale=part.scale)
+            if x.g is None or p.fixed:
+                return rows.grads(each, x, at, do, S=given(there.S), dS=given(back.S), rest=rest), back.ST
+            U: Tensor | None = rows.values(each, x, at, do, given(back.S), rest=rest)
+        else:
+            U = back.o if add else back.X
         d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart, rest=rest)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)

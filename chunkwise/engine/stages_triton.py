@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.index import index_kernel
 from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
-from ..kernels.token import KINDS
+from ..kernels.token import KINDS, token_kernel
 from ..spec import Gate, Rule, Streams
 from .cut import WHOLE, Cut, long, longest, parted, side_by_side, split
 from .launch import descriptor, launch
@@ -56,12 +56,25 @@ def token_room(p: Problem, at: Index, device: torch.device) -> Tensor | None:
     """Memory for what the kernel that makes T leaves of each token to scans forwards, fp32, see kernels/token.py: [slots, HV, kinds, C].
 
     None where scans read gates and strengths themselves: of float32, whose sums have two parts; where no inverse is made; of erase keys,
-    which were not measured; in the backward pass, where they gain nothing (GDN, H200, S2: 0.80 ms reversed either way).
+    which were not measured.
     """
     if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR, Gate.KEY) or p.dtype == torch.float32 or p.erase or p.before:
         return None
     kinds = KINDS.value if p.gate is Gate.SCALAR else 1
     return torch.empty(at.slots, p.HV, kinds, p.C, dtype=torch.float32, device=device)
+
+
+def tokens(p: Problem, x: Streams, at: Index) -> Tensor | None:
+    """The same for the scans of the backward pass, where no inverse is made; None where they gain nothing by it, of up to 128 keys (GDN,
+    H200, S2: 0.80 ms reversed either way), and where it was not measured: gates per key, more than 256 keys."""
+    made = token_room(p, at, x.v.device) if 128 < p.K <= 256 and p.gate is not Gate.KEY else None
+    if made is not None:
+        g, beta = dense(x.g, x.v), dense(x.beta, x.v)
+        launch(
+            token_kernel, at.slots * p.HV, g, beta, chunks(at, x.v), made, p.T, p.HV,
+            C=p.C, GATE=p.gate.value, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None, config=config("token", p),
+        )  # fmt: skip
+    return made
 
 
 def distance(x: Tensor) -> int | None:
@@ -167,11 +180,15 @@ def gathered(p: Problem, x: Streams) -> Problem:
 SCANNED = 32  # tokens of a chunk of scans that store states alone, in float32
 
 
-def by_chunks(p: Problem) -> bool:
-    """Whether outputs are made by chunks side by side (kernels/output.py), not by the scan. In float32 products cost so much that a scan,
-    few programs one chunk after the other, should have as few as it can."""
+def by_chunks(p: Problem, *, back: bool = False) -> bool:
+    """Whether a scan leaves rows to chunks side by side (kernels/output.py): outputs and, with `back`, gradients. In float32 products cost
+    so much that a scan, few programs one chunk after the other, should have as few as it can. In 16 bits states of more than 128 keys fill
+    the registers: simple GLA, H200, 512 values, B=1, reversed with dv 0.478 ms, states alone 0.163 forwards; up to 256 values are scanned,
+    and all under a head's own gates, of which it was not proved on a card."""
     scalar = p.gate in (Gate.NONE, Gate.HEAD, Gate.SCALAR)
-    return p.dtype == torch.float32 and p.rule is Rule.ADD and scalar and not p.bonus and card().arch == "sm_90"
+    if p.rule is not Rule.ADD or not scalar or p.bonus or card().arch != "sm_90":
+        return False
+    return p.dtype == torch.float32 or back and p.gate is not Gate.HEAD and p.C == 64 and p.K > 128 and p.V > AT_ONCE
 
 
 def at_once(p: Problem) -> bool:
@@ -325,7 +342,8 @@ def scan(
     cuts = ends and at.cuts is not None and made.S is None  # nothing for good: all pieces of sequences that are cut, and those alone
     firsts = 0 if later or cuts else p.N  # sequences whose first pieces, or all, come
     others = 0 if parts == 2 else by.pieces - ends - (not cuts)  # pieces of those cut
-    kind = ("_reverse" if reverse else "" if output or ends else "_states") + ("_ends" if ends else "")
+    kind = "" if ends or output else "_states"
+    kind = ("_reverse" if reverse and (ends or output or p.rule is not Rule.ADD) else kind) + ("_ends" if ends else "")
     c = config("state_pass" + kind, p if not others else replace(p, N=firsts + at.most * others))
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
     out = [unused if t is None else t for t in made[:4]]

@@ -156,12 +156,13 @@ def _reverse(p: Problem) -> Config:
 def _inverse(p: Problem) -> Config:
     if p.dtype == torch.float32:
         return Config(padded(p.K), 0, 4, 1)
-    if card().arch != "sm_90" or p.K > 128:
+    if card().arch != "sm_90" or p.K > 256:
         return Config(padded(p.K), 0, 2, 1)
-    # Twelve programs a multiprocessor: GDN 0.083 ms, at S2 0.161, as many registers as it wants 0.189. By pointers, eight: 0.115 and 0.221,
-    # two warps 0.119, four 0.157; those of 168 registers keep 64 words in memory.
+    # One warp whatever the keys and however they come: sums of gates meet in its order. Twelve programs a multiprocessor: GDN 0.083 ms, at
+    # S2 0.161, as many registers as it wants 0.189. By pointers, eight: 0.115 and 0.221, two warps 0.119, four 0.157; those of 168
+    # registers keep 64 words in memory. 256 channels 0.036, two warps 0.053.
     moved = p.cu_seqlens is None and p.K % 8 == p.V % 8 == 0 and not p.erase
-    return Config(padded(p.K), 0, 1, 1, registers=168 if moved else None)
+    return Config(padded(p.K) if p.K <= 128 else 64, 0, 1, 1, registers=168 if moved else None)
 
 
 def _grad(p: Problem) -> Config:
@@ -230,6 +231,8 @@ def _score_bounded(p: Problem) -> Config:
 
 
 def _rows_output(p: Problem) -> Config:
+    if p.dtype != torch.float32:
+        return Config(64, 128, 4, 3)
     return Config(min(32, padded(p.K)), min(64, padded(p.V)), 4, 2)
 
 
@@ -347,6 +350,10 @@ def _index(p: Problem) -> Config:
     return Config(0, 0, 1, 1)
 
 
+def _token(p: Problem) -> Config:
+    return Config(0, 0, 1, 1)
+
+
 def _decay(p: Problem) -> Config:
     if card().arch != "sm_90" or p.dtype == torch.float32:
         return Config(min(32, padded(p.K)), 0, 2, 1, tma=False)
@@ -375,8 +382,8 @@ class Choice:
 RULES: dict[str, Callable[[Problem], Config]] = {
     name: Choice(name, rule)
     for name, rule in dict(
-        index=_index, output=_rows_output, recurrent=_recurrent, recurrent_half=_recurrent_half, recurrent_v_first=_recurrent_v_first,
-        recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=_slot_odd,
+        index=_index, token=_token, output=_rows_output, recurrent=_recurrent, recurrent_half=_recurrent_half,
+        recurrent_v_first=_recurrent_v_first, recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=_slot_odd,
         score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_affine,
         grad_pair=_grad_pair, grad_reader=_grad_reader, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
         state_pass=_output,

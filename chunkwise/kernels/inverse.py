@@ -184,11 +184,13 @@ def inverse_kernel(
     m_c = o_c < L
     i_b = i_slot // tl.cdiv(T, C)  # of dense sequences
     t = (i_slot - i_b * tl.cdiv(T, C)) * C
-    b_k = load_chunk(k, row, sk, i_b, i_hv // GROUP, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-    b_e = b_k
-    if ERASE:
-        b_e = load_chunk(e, row, sk, i_b, i_hv // GROUP, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-    b_M = tl.dot(b_e, tl.trans(b_k), input_precision=IP)  # [C, C]
+    b_M = tl.zeros([C, C], tl.float32)
+    for i_k in range((K + BK - 1) // BK):
+        b_k = load_chunk(k, row, sk, i_b, i_hv // GROUP, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        b_e = b_k
+        if ERASE:
+            b_e = load_chunk(e, row, sk, i_b, i_hv // GROUP, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
+        b_M = tl.dot(b_e, tl.trans(b_k), b_M, input_precision=IP)
     m_low = o_c[:, None] > o_c[None, :]
     if GATE == "none":
         b_M = tl.where(m_low, b_M, 0.0)

@@ -1,4 +1,4 @@
-"""Stage `output` where a scan leaves it to chunks side by side (the rule adds, float32): a chunk's rows from the state it met.
+"""Stage `output` where a scan leaves it to chunks side by side (the rule adds): a chunk's rows from the state it met.
 
     o_i = scale e^(G_i) x_i S + sum_{j <= i} scale (x_i.y_j) e^(G_i - G_j) z_j                          o: x, y, z = q, k, v; dq: do, v, k
     REVERSE, from the gradient dS of the state that the chunk left:
@@ -17,7 +17,7 @@ from .tile import chunk_rows, decay_sums, load_gate, load_rows, pair_decay, star
 def output_kernel(
     x, y, z, g, chunks, S, o,  # x, y, z: token rows; g [HV] | [B*T, HV]; S [slots, HV, V, K]; o [B*T, HV, Z]
     sx, sz,  # rows of x and y, of z are so far apart
-    T, HV, scale,
+    T, HV, scale, rest,  # rest: what dS and the scale lack
     X: tl.constexpr, Z: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, REVERSE: tl.constexpr, TURNED: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +62,6 @@ def output_kernel(
             b_M *= pair_decay(b_G[:, None], b_F[:, None], b_G[None, :], b_F[None, :], i >= j, SPLIT) * scale
         b_o *= b_D[:, None]
     b_z = load_rows(z + i_y * Z, row, sz, o_c, o_z, L, Z, BZ)  # [C, BZ]
-    b_o = tl.dot(b_M, b_z, b_o, input_precision=IP)
+    b_o = tl.dot(b_M.to(b_z.dtype), b_z, b_o, input_precision=IP) * rest
     o_out = ((row + o_c) * HV + i_hv)[:, None] * Z + o_z[None, :]
     tl.store(o + o_out, b_o, mask=(o_c < L)[:, None] & (o_z < Z)[None, :])

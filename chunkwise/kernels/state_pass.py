@@ -60,7 +60,7 @@ def state_pass_kernel(
     CARRIED: tl.constexpr, ENDS: tl.constexpr,  # the states between pieces are known; last pieces are left out
     PARTED: tl.constexpr,  # added, no ENDS: 1, a piece a program; 2, all pieces of a sequence; 0: the state is not kept in two parts
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
-    TOKENS: tl.constexpr,  # forwards: g and beta are read as the inverse kernel left them, see token.py
+    TOKENS: tl.constexpr,  # g and beta are read as they were made ready, see token.py
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
@@ -225,12 +225,14 @@ def state_pass_kernel(
             if KEY:
                 b_M = tl.trans(load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA))  # [C, C], transposed
             elif TOKENS and DECAY:
-                b_M = token_scores(b_k, b_q, p_t, b_all, o_c, L, scale, C, IP).to(dtype)
+                b_M = token_scores(b_k, b_q, p_t, b_all, o_c, L, scale, C, False, IP).to(dtype)
             else:
                 b_M = scores(b_k, b_q, b_D, b_G, b_F, o_c, L, scale, C, False, SCORES, SPLIT, FACTORS, IP).to(dtype)
         elif DELTA and REVERSE or OUTPUT:
             if KEY:
                 b_M = load_chunk(M, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+            elif TOKENS and DECAY:
+                b_M = token_scores(b_q, b_k, p_t, b_all, o_c, L, scale, C, True, IP).to(dtype)
             else:
                 b_M = scores(b_q, b_k, b_D, b_G, b_F, o_c, L, scale, C, True, SCORES, SPLIT, FACTORS, IP).to(dtype)
         if PARTED:
@@ -261,6 +263,8 @@ def state_pass_kernel(
         if REVERSE:
             if DELTA or OUTPUT:
                 b_x = tl.dot(b_s, tl.trans(b_k), input_precision=IP)  # [BV, C]
+                if TOKENS and DECAY:
+                    b_end = tl.load(p_t + token.END * C + o_c)
                 if DECAY:
                     b_x *= b_end[None, :]
                 b_x = tl.dot(b_v, b_M, b_x, input_precision=IP)
@@ -269,6 +273,11 @@ def state_pass_kernel(
                     store_chunk(o, b_x.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if DELTA:
                 b_u = tl.dot(b_x.to(dtype), b_T, input_precision=IP)  # [BV, C]
+                if TOKENS:
+                    b_beta = tl.load(p_t + token.BETA * C + o_c)
+                    if DECAY:
+                        b_start = tl.load(p_t + token.START * C + o_c)
+                        b_early = b_start
                 b_f = b_beta
                 if SCALED and USE_BETA:
                     b_unit, b_f = shared_strength(b_beta, dtype)

@@ -10,7 +10,7 @@ first state. That is decided for each reader by its own G, so that no later toke
 import triton
 import triton.language as tl
 
-from .tile import NEAR, NEVER, start, whole
+from .tile import NEAR, NEVER, chunk_rows, decay_sums, load_gate, load_strength, start, whole
 
 BETA = tl.constexpr(0)
 START = tl.constexpr(1)  # e^G
@@ -45,15 +45,49 @@ def store_tokens(p_t, b_beta, b_G, o_c, C: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
-def token_scores(b_k, b_q, p_t, b_all, o_c, L, scale, C: tl.constexpr, IP: tl.constexpr):
-    """`scores` of pair.py under scalar gates, transposed: scale q_i.k_j e^(G_i - G_j) at [j, i]. b_all: e^(G_C)."""
-    m = o_c[:, None] <= tl.minimum(o_c, L - 1)[None, :]  # [C, C]; L as there
-    b_w = tl.load(p_t + BACK * C + o_c)[:, None]
-    b_M = tl.dot(b_k, tl.trans(b_q), input_precision=IP) * (tl.load(p_t + READ * C + o_c) * scale)[None, :]  # [C, C]
+def token_scores(b_y, b_x, p_t, b_all, o_c, L, scale, C: tl.constexpr, LOWER: tl.constexpr, IP: tl.constexpr):
+    """`scores` of pair.py under scalar gates: scale q_i.k_j e^(G_i - G_j), LOWER at [i, j] from y = q, x = k; else at [j, i] from y = k,
+    x = q. b_all: e^(G_C)."""
+    o_i = tl.minimum(o_c, L - 1)  # as there
+    b_w = tl.load(p_t + BACK * C + o_c)
+    b_M = tl.dot(b_y, tl.trans(b_x), input_precision=IP)  # [C, C]
+    b_r = tl.load(p_t + READ * C + o_c) * scale
+    if LOWER:
+        m = o_c[None, :] <= o_i[:, None]
+        b_M *= b_r[:, None]
+        b_w = b_w[None, :]
+    else:
+        m = o_c[:, None] <= o_i[None, :]
+        b_M *= b_r[None, :]
+        b_w = b_w[:, None]
     if b_all > ALL_NEAR:
         b_M = tl.where(m, b_M * b_w, 0.0)
     else:
         b_G = tl.load(p_t + SUM * C + o_c)  # [C]
-        b_D = tl.exp2(tl.where(m, b_G[None, :] - b_G[:, None], NEVER))
-        b_M *= tl.where(m & (b_G > NEAR)[None, :], b_w, b_D)
+        if LOWER:
+            b_D = tl.exp2(tl.where(m, b_G[:, None] - b_G[None, :], NEVER))
+            m_near = (b_G > NEAR)[:, None]
+        else:
+            b_D = tl.exp2(tl.where(m, b_G[None, :] - b_G[:, None], NEVER))
+            m_near = (b_G > NEAR)[None, :]
+        b_M *= tl.where(m & m_near, b_w, b_D)
     return b_M
+
+
+@triton.jit(do_not_specialize=["T", "HV"])
+def token_kernel(
+    g, beta, chunks, tokens,  # g, beta: [B*T, HV]; tokens: [slots, HV, kinds, C]
+    T, HV,
+    C: tl.constexpr, GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, value head): what the kernel that makes T leaves, where it does not run."""
+    pid = tl.program_id(0)
+    i_slot = pid // HV
+    i_hv = pid - i_slot * HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    if L <= 0:
+        return
+    o_c = tl.arange(0, C)
+    b_beta = load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA).to(tl.float32)  # [C]
+    b_G, _ = decay_sums(load_gate(g, row, HV, i_hv, o_c, L, GATE), o_c, L, GATE, False)  # [C]
+    store_tokens(token_place(tokens, i_slot, i_hv, HV, C, GATE), b_beta, b_G, o_c, C, GATE)

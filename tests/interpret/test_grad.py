@@ -6,7 +6,7 @@ import pytest
 import torch
 from gate_case import double, draw, posed
 
-from chunkwise.engine import chunk, plan_triton, stages_triton_grad, tune
+from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad, tune
 from chunkwise.engine.problem import Problem
 from chunkwise.engine.stages_triton import binary, gathered, index, scaled, state_pass
 from chunkwise.engine.stages_triton_grad import grads
@@ -57,14 +57,23 @@ def staged(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torc
     return grads(wide, x, index(wide), do, **made, decayed=decayed)
 
 
-def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, only_scans=False, loud=1.0, **sizes) -> None:
+def by_scans(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> Streams:
+    return scans(p, x, index(p), S0, do, dST, None)[0]
+
+
+def whole(p: Problem, x: Streams, do: torch.Tensor, S0: torch.Tensor, dST: torch.Tensor) -> Streams:
+    """The plan's backward pass."""
+    return plan_triton.backward(p, x, S0, plan_triton.forward(p, x, S0, final=False, save=True)[2], do, dST)[0]
+
+
+def check(gate: Gate, rule: Rule, *, C=16, cu=None, change=lambda x: x, fixed=False, by=None, loud=1.0, **sizes) -> None:
     """Every gradient against the torch plan in float64; honest is its own error in float32 (or a 16-bit result's rounding)."""
     x = change(draw(gate, rule, **sizes))
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     p = replace(posed(x, gate, rule, C=C, cu=cu), fixed=fixed)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), torch.randn(p.N, p.HV, p.K, p.V) * loud, torch.randn(p.N, p.HV, p.K, p.V) * loud
-    got = scans(p, x, index(p), S0, do, dST, None)[0] if only_scans else staged(p, x, do, S0, dST)
+    got = (by or staged)(p, x, do, S0, dST)
     truth, _ = chunk.backward(posed(double(x), gate, rule, C=C, cu=cu), double(x), S0.double(), None, do.double(), dST.double())
     plain, _ = chunk.backward(p, x, S0, None, do, dST)
     eps = torch.finfo(x.q.dtype).eps
@@ -115,6 +124,14 @@ def test_a_packed_row_s_gradients_are_its_sequences_to_the_bit(gate):
             assert torch.equal(alone[name], t[i : i + 1] if name in ("ST", "dS0") else t[:, rows]), f"{name} of sequence {i}"
 
 
+@pytest.mark.parametrize("K", [16, 72, 136, 130])
+def test_as_many_warps_sum_a_chunk_s_gates_however_its_keys_come(K):
+    """The order of sums is a matter of warps, and packed rows have the bits of dense ones."""
+    x, cu = draw(Gate.SCALAR, Rule.DELTA, B=1, T=20, H=1, K=K, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
+    packed, dense = (tune.config("inverse", posed(x, Gate.SCALAR, Rule.DELTA, C=64, cu=c)) for c in (cu, None))
+    assert packed.num_warps == dense.num_warps == tune.config("token", posed(x, Gate.SCALAR, Rule.DELTA, C=64)).num_warps
+
+
 @pytest.mark.parametrize("gate, rule", CELLS)
 def test_gradients_in_blocks_of_odd_sizes(gate, rule):
     check(gate, rule, B=1, T=70, H=1, K=72, V=68, C=64)
@@ -135,6 +152,15 @@ def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
     check(gate, rule, dtype=torch.float16, B=1, T=40, H=1, V=136, C=64)
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR])
+def test_gradients_of_many_keys_and_values_are_made_by_chunks(gate, fixed, monkeypatch):
+    for module in (stages_triton, stages_triton_grad):
+        monkeypatch.setattr(module, "AT_ONCE", 16)
+    check(gate, Rule.ADD, by=whole, fixed=fixed, dtype=torch.float16, B=1, T=75, H=1, n=2, K=136, V=32, C=64, cu=[0, 5, 75])
+    check(gate, Rule.ADD, by=whole, fixed=fixed, dtype=torch.bfloat16, B=1, T=66, H=1, K=136, V=32, C=64, strong=5.0)
+
+
 @pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
 def test_a_head_of_many_values_is_several_of_fewer(gate, monkeypatch):
     monkeypatch.setattr(stages_triton_grad, "AT_ONCE", 16)
@@ -147,6 +173,11 @@ def test_a_head_of_many_values_is_several_of_fewer(gate, monkeypatch):
 def test_sums_over_heads_that_share_keys_leave_no_room_for_two_chunks_of_many_values(n):
     x = draw(Gate.SCALAR, Rule.ADD, T=1, H=1, n=n, V=136, dtype=torch.bfloat16)
     assert gathered(posed(x, Gate.SCALAR, Rule.ADD, C=64), x).C == (128 if n == 1 else 64)
+
+
+@pytest.mark.parametrize("gate, strong", [(Gate.NONE, 1.0), (Gate.SCALAR, 0.05), (Gate.SCALAR, 5.0), (Gate.SCALAR, 100.0)])
+def test_scans_of_many_keys_have_their_gates_made_ready(gate, strong):
+    check(gate, Rule.DELTA, by=whole, dtype=torch.float16, B=1, T=75, H=1, n=2, K=136, V=24, C=64, strong=strong, cu=[0, 5, 75])
 
 
 @pytest.mark.parametrize("strong", [0.05, 5.0, 100.0])
@@ -261,7 +292,7 @@ def test_a_gate_that_is_a_constant_has_no_gradient(gate, rule, dtype):
 @pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_where_no_gate_learns_every_gradient_is_the_output_of_a_scan(gate, dtype):
-    options = dict(fixed=True, only_scans=True, dtype=dtype, B=1)
+    options = dict(fixed=True, by=by_scans, dtype=dtype, B=1)
     check(gate, Rule.ADD, **options, T=40, H=1, n=3, cu=[0, 0, 17, 18, 18, 40])
     check(gate, Rule.ADD, **options, T=70, H=2, K=24, V=40, C=32, strong=5.0)
 

@@ -29,7 +29,7 @@ def test_outputs_by_chunks_are_those_of_scans(monkeypatch, gate, fixed, cu):
     truth = passes(chunk, replace(posed(double(x), gate, Rule.ADD, cu=cu), fixed=fixed), double(x), *(t.double() for t in (S0, do, dST)))
     made, eps = [], torch.finfo(torch.float32).eps
     for apart in (True, False):
-        monkeypatch.setattr(stages_triton, "by_chunks", lambda p, apart=apart: apart)
+        monkeypatch.setattr(stages_triton, "by_chunks", lambda p, back=False, apart=apart: apart)
         torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
         try:
             made.append(passes(plan_triton, p, x, S0, do, dST))
