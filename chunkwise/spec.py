@@ -200,8 +200,12 @@ class Op:
     defaults: Mapping[str, Any] = field(init=False)  # the options this member takes, with their defaults
     forms: tuple[Form, ...] = field(init=False)  # this member has, in the order of their public functions
     _wanted: Mapping[str, tuple[tuple[str, ...], bool, bool]] = field(init=False, repr=False)  # see __post_init__
+    _call: Callable[..., Output] = field(init=False, repr=False)  # the engine's, looked up once
 
     def __post_init__(self) -> None:
+        from .engine.call import call  # it needs this page
+
+        object.__setattr__(self, "_call", call)
         taken = {n: d for n, d in DEFAULTS.items() if n in self.options.__annotations__}
         object.__setattr__(self, "defaults", {**self.settings, **taken})
         object.__setattr__(self, "forms", tuple(f for f in PREFIX if f is not Form.PARALLEL or self.parallel))
@@ -294,7 +298,7 @@ class Op:
         return f"[{', '.join(axes)}]{known and ' with ' + known}"
 
     def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
-        return _call()(self, inputs, options)
+        return self._call(self, inputs, options)
 
     def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:
         """Give `short` its whole signature, real and named, for those that read signatures; make the functions of the single forms."""
@@ -318,13 +322,6 @@ class Op:
         function.__doc__ = f"`{short.__name__}` in its {form.value} form.\n\n    {short.__doc__}"
         function.__signature__ = inspect.Signature(parameters, return_annotation=Output)  # type: ignore[attr-defined]
         return function
-
-
-@cache
-def _call() -> Callable[..., Output]:
-    from .engine.call import call
-
-    return call
 
 
 @cache

@@ -240,10 +240,10 @@ def test_padding_inside_packed_documents_is_refused():
 @pytest.mark.parametrize("activation", ["silu", None, "gelu"])
 def test_convolutions_go_by_stretches_of_tokens(monkeypatch, activation):
     """However long the stretches are: the same bits forward, the gradients of float64."""
-    from chunkwise.nn import conv
+    from chunkwise.nn import conv, tap
 
     def run(numbers, dtype):
-        monkeypatch.setattr(conv, "STRETCH", numbers)
+        monkeypatch.setattr(tap, "STRETCH", numbers)
         gen = torch.Generator().manual_seed(0)
         leaves = [torch.randn(s, generator=gen).to(dtype).requires_grad_() for s in ((3, 84, 16), (16, 4), (16,), (3, 16, 3))]
         y, last = conv.causal_conv1d(*leaves, output_final_state=True, activation=activation)

@@ -3,14 +3,16 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from oracle import DEVICE, OP_FORMS, OPS, Case, definition, engine, ids, make, same
+from oracle import DEVICE, OP_FORMS, OPS, Case, check, definition, engine, ids, make, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import chunkwise
+from chunkwise.reference import reference
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
+composed = pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "precond_gated_delta_rule")], ids=ids)
 single = pytest.mark.parametrize("op", [op for op in OPS if op.lower is not None], ids=ids)
 
 
@@ -163,14 +165,79 @@ def test_only_the_state_may_be_used(op):
         assert torch.equal(torch.zeros_like(b) if a is None else a, b), name
 
 
+def twice(function, leaves):
+    """Gradients of a random function of the gradients of a curved function of the results."""
+    gen = torch.Generator().manual_seed(3)
+
+    def weighted(tensors, curve=lambda t: t):
+        return sum((curve(t) * weight(t, gen)).sum() for t in tensors)
+
+    d = torch.autograd.grad(weighted(function(), torch.sin), leaves, create_graph=True)
+    return torch.autograd.grad(weighted(d), leaves)
+
+
+def weight(t, gen):
+    return torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t.dtype)
+
+
 @every
-def test_second_derivatives_are_refused(op):
-    """Backwards run on kernels and in place: what a graph through them would hold is not their derivative."""
+def test_second_derivatives(op):
+    """Backward passes run on kernels and in place; what differentiates them is another form of the forward pass."""
+    call = make(op, Case(T=35, H=1, n=2, K=4, V=3, N=3))
+    names, leaves = list(call.leaves()), list(call.leaves().values())
+    run = lambda f, **o: twice(lambda: f(initial_state=call.S0, cu_seqlens=call.cu, **o), leaves)
+    got = run(lambda **o: op(call.x, output_final_state=True, chunk_size=16, **o))
+    want = run(lambda **o: reference(op, call.x, **o))
+    single = run(lambda **o: reference(op, call.x, dtype=torch.float32, **o))  # which errs as float64 does, but for the two roundings
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    honest = [t + (s - t) * ratio for s, t in zip(single, want)]
+    check(*({f"d{n}": d for n, d in zip(names, made)} for made in (got, want, honest)))
+
+
+@composed
+def test_second_derivatives_through_what_is_computed_again(op):
     call = make(op, Case(T=20, H=2, K=4, V=4))
-    o, _ = op(call.x)
-    d = torch.autograd.grad(o.square().sum(), list(call.x.values()), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(g.square().sum() for g in d).backward()
+    run = lambda *x: op(dict(zip(call.x, x)))[:1]
+    again = lambda *x: checkpoint(run, *x, use_reentrant=False)
+    made, want = (twice(lambda f=f: f(*call.x.values()), list(call.x.values())) for f in (again, run))
+    assert all(map(torch.equal, made, want))
+
+
+@composed
+def test_transforms_of_transforms(op):
+    """The gradient of a gradient, inside autograd too, many at once, many inputs at once: as of the definition."""
+    func = torch.func
+    call = make(op, Case(T=9, K=3, V=2))
+    name, t = next((n, t.detach()) for n, t in call.x.items())
+    x = {n: t.detach() for n, t in call.x.items()}
+    v = torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)
+    ours, theirs = (lambda z: op({**x, name: z})[0]), (lambda z: reference(op, {**x, name: z})[0])
+
+    def results(f):
+        loss = lambda z: f(z).sin().sum()
+        once = func.grad(loss)
+        leaf = t.clone().requires_grad_()
+        made = f(leaf)
+        many = torch.stack([torch.full_like(made, w) for w in (1.0, -2.0, 0.5)])
+        yield func.grad(lambda z: (once(z) * v).sum())(t)
+        yield torch.autograd.grad((once(leaf) * v).sum(), leaf)[0]
+        yield func.jacrev(f)(t)
+        yield func.jacrev(once)(t)
+        yield func.vmap(once)(torch.stack([t, 2 * t]))
+        yield torch.autograd.grad(made, leaf, many, is_grads_batched=True)[0]
+        (d,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        (d,) = torch.autograd.grad((d * v).sum(), leaf, create_graph=True)
+        yield torch.autograd.grad((d * v).sum(), leaf)[0]
+
+    same(*({f"d{i}": d for i, d in enumerate(results(f))} for f in (ours, theirs)))
+
+
+def test_a_compiled_gradient_is_not_differentiated_silently():
+    q, k, v = (torch.randn(1, 9, 1, 4, requires_grad=True) for _ in range(3))
+    o = torch.compile(lambda q: chunkwise.linear_attn(q, k, v)[0], backend="aot_eager", fullgraph=True)(q)
+    (d,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (d.sum() + q.sum()).backward()
 
 
 @every

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .derivative import Tensors, gradients
 from .library import forward_mode
 from .problem import compute_dtype, power_of_two
 
@@ -201,6 +202,8 @@ for _name, _impl, _fake in (
 class ElementwiseScan(torch.autograd.Function):
     """The two operators as one differentiable function."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.chunkwise.elementwise(*args)
@@ -210,12 +213,32 @@ class ElementwiseScan(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor, dhT: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: checkpointing hands it out once
-        h0 = saved[2]
-        dx, dg, dh0 = torch.ops.chunkwise.elementwise_backward(*saved, dh, dhT)
-        return dx, dg, None if h0 is None else dh0.to(h0.dtype), None
+        *x, cu = ctx.saved_tensors  # once: checkpointing hands it out once
+        return *gradients(_found, _formula, ctx.needs_input_grad[:3], x, (dh, dhT), (cu,)), None
+
+
+def _found(x: Tensors, dy: Tensors, beside: Tensors) -> tuple[Tensor | None, ...]:
+    dx, dg, dh0 = torch.ops.chunkwise.elementwise_backward(*x, *beside, *dy)
+    return dx, dg, None if x[2] is None else dh0.to(x[2].dtype)
+
+
+def _formula(x: Tensor, g: Tensor, h0: Tensor | None, cu: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`forward` with nothing in place: sums over twice as many tokens, again and again."""
+    (B, T, _), h0, s = x.shape, _initial(x, h0, cu), 1
+    token = torch.arange(T, device=x.device)
+    n = 0 * token if cu is None else torch.searchsorted(cu.long(), token, right=True) - 1  # a token's sequence
+    first = token == 0 if cu is None else token == cu.long()[n]
+    h, f = x.to(h0.dtype), g.to(h0.dtype).exp()
+    h = torch.where(first[:, None], h + f * (h0[:, None] if cu is None else h0[n]), h)
+    f = torch.where(first[:, None], 0, f)
+    while s < T:
+        h = h + f * F.pad(h, (0, 0, s, 0))[:, :T]
+        f, s = f * F.pad(f, (0, 0, s, 0))[:, :T], 2 * s
+    ends = torch.full((B,), T, device=x.device) if cu is None else cu.long()[1:]
+    last = h[torch.arange(B, device=x.device) if cu is None else 0, (ends - 1).clamp(min=0)] if T else h0
+    empty = ends == (0 if cu is None else cu.long()[:-1])
+    return h.to(x.dtype), torch.where(empty[:, None], h0, last)
 
 
 def scan(x: Tensor, g: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..spec import Gate, Output, Rule, Streams
+from .derivative import Tensors, gradients, many
 from .plan import PLANS
 from .problem import Problem, compute_dtype, given, partition, problem
 
@@ -147,6 +148,8 @@ for _name, _impl, _fake in (("forward", _forward, _fake_forward), ("backward", _
 class Traced(torch.autograd.Function):
     """The two operators as one differentiable function; its arguments are those of chunkwise::forward."""
 
+    generate_vmap_rule = True  # PyTorch calls the operators again and again
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.chunkwise.forward(*args)
@@ -160,14 +163,30 @@ class Traced(torch.autograd.Function):
             ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-        *inputs, saved = ctx.saved_tensors
+        *inputs, cu, cu_cpu, saved = ctx.saved_tensors
+        switches, need = ctx.switches, ctx.needs_input_grad[: STREAMS + 1]
         do = torch.zeros_like(inputs[2], memory_format=torch.contiguous_format) if do is None else do
-        fixed = inputs[GATE] is not None and not ctx.needs_input_grad[GATE]
-        d = torch.ops.chunkwise.backward(*inputs, *ctx.switches, saved, do, dST if ctx.final else None, fixed)
-        wanted = zip(d, inputs, ctx.needs_input_grad)
-        return (*(t if x is not None and need else None for t, x, need in wanted), *[None] * (len(ctx.switches) + 4))
+        fixed = inputs[GATE] is not None and not need[GATE]
+
+        def find(x: Tensors, dy: Tensors, beside: Tensors) -> tuple[Tensor | None, ...]:
+            *places, states = beside
+            return torch.ops.chunkwise.backward(*x, *places, *switches, states, *dy, fixed)
+
+        def plain(*tensors: Any) -> Output:
+            *x, S0, places, places_cpu, _ = tensors
+            return formula(resolve(tuple(x), places, places_cpu, *switches)[1], x, S0)
+
+        d = gradients(find, plain, need, inputs, (do, dST if ctx.final else None), (cu, cu_cpu, saved))
+        return (*d, *[None] * (len(switches) + 4))
+
+
+def formula(p: Problem, x: Sequence[Tensor | None], S0: Tensor | None) -> Output:
+    """A pass as PyTorch differentiates it."""
+    from .formula import forward
+
+    with outside(given(x[0])):
+        return forward(p, Streams._make(x), S0)
 
 
 class Direct(torch.autograd.Function):
@@ -184,24 +203,26 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (_refusing if torch.is_grad_enabled() else _back)(ctx, do, dST)
+        *tensors, saved, cu, cu_cpu = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
+        made, p, need = ctx.made, ctx.made.p, ctx.needs_input_grad[1:]
+        do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.resolve_neg()  # an imaginary part's may be negatives in memory
+        dST = None if dST is None else dST.resolve_neg()
+        if not torch.is_grad_enabled() and not (many(do) or many(dST)):
+            return None, *_back(made, tensors, (do, dST), (saved, cu, cu_cpu), need)
+        find = partial(_back, made, need=need)
+        return None, *gradients(find, lambda *x: formula(p, x[:STREAMS], x[STREAMS]), need, tensors, (do, dST), (saved, cu, cu_cpu))
 
 
-def _back(ctx: Any, do: Tensor | None, dST: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, saved, cu, _ = ctx.saved_tensors  # read once: checkpointing hands them out once; refuses offsets refilled since
-    made, p = ctx.made, ctx.made.p
-    do = tensors[0].new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.resolve_neg()  # an imaginary part's may be negatives in memory
-    dST = None if dST is None else dST.resolve_neg()
+def _back(made: Pass, tensors: Tensors, dy: Tensors, beside: Tensors, need: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of a pass that are needed."""
+    (do, dST), (saved, cu, _) = dy, beside
     seats, every = made.how.get("seats"), (*tensors, saved, do, dST, cu)
     d = None if seats is None else seats.back(every)(every)
     if d is None:
-        d = _gradients(made.plan, p, tensors, saved, do, dST, **made.how)
-    wanted = [t if need else None for t, need in zip(d, ctx.needs_input_grad[1:])]
+        d = _gradients(made.plan, made.p, tensors, saved, given(do), dST, **made.how)
+    wanted = [t if n else None for t, n in zip(d, need)]
     wanted[-1] = _like(wanted[-1], tensors[-1])
-    return None, *wanted
-
-
-_refusing = once_differentiable(_back)  # it costs more than much of a step; without a graph of the gradients there is nothing to refuse
+    return wanted
 
 
 def tangents() -> bool:
@@ -209,9 +230,14 @@ def tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def transformed() -> bool:
+    """Whether one of torch.func's transforms is at work."""
+    return not is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def forward_mode() -> bool:
     """Whether tangents may be carried along, or another transform is at work: an autograd.Function refuses what an operator would drop."""
-    return tangents() or not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return tangents() or transformed()
 
 
 def trim(kept: dict[Any, Any], most: int) -> None:
@@ -276,6 +302,13 @@ class Pass(NamedTuple):
 APPLY = super(torch.autograd.Function, Direct).apply  # that of Function looks for what is left of transforms, which `direct` has seen to
 
 
+def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+    """One tensor twice as two: torch 2.13 compiles no autograd.Function that is handed one twice."""
+    if not is_compiling():
+        return [*tensors]
+    return [t.view_as(t) if t is not None and any(t is s for s in tensors[:i]) else t for i, t in enumerate(tensors)]
+
+
 def recurrence(
     x: Streams,
     S0: Tensor | None,
@@ -301,7 +334,7 @@ def recurrence(
         if slots is not None:
             raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
         call = Traced.apply if grad or forward_mode() else torch.ops.chunkwise.forward
-        o, ST, _ = call(*x, S0, cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
+        o, ST, _ = call(*_apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
     if grad and x.g is not None and not x.g.requires_grad:

@@ -7,99 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ..engine.memory import room
+from ..engine.derivative import Tensors, gradients
 from .activation import activation as activation_named
 from .boundary import check_device, define, differentiable, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, first_rows, sequence_index
+from .tap import taps_of
 
 SILU = ("silu", "swish")  # the activation that kernels apply themselves
 WIDEST = 8  # columns of a weight that a kernel holds in registers
-
-
-class _Taps(torch.autograd.Function):
-    """y_t = act(bias + sum_j w[j] x_{t - (W - 1) + j}), act silu or nothing; x [B, T, D] after past [B, W - 1, D], w [W, D], bias [D].
-
-    A block of tokens at a time goes through all of it while caches hold it; x, past, w and bias alone are kept for the backward pass.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        y = room(*x.shape, dtype=x.dtype, device=x.device)
-        for n, a, b in _stretches(x):
-            into = y[n, a:b] if _in_place(x) else None
-            z = _taps(_window(x[n], past[n], a, b), w, bias, into)
-            z = nn.functional.silu(z, inplace=into is not None) if silu else z
-            if into is None:
-                y[n, a:b] = z
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.silu = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        x, past, w, bias = ctx.saved_tensors
-        (B, T, D), W = x.shape, w.shape[0]
-        d = room(B, W - 1 + T, D, dtype=x.dtype, device=x.device)  # of past and x
-        d[:, : W - 1] = 0
-        dw, db = [torch.zeros_like(row) for row in w], None if bias is None else torch.zeros_like(bias)
-        for n, a, b in _stretches(x):
-            rows, dz = _window(x[n], past[n], a, b), dy[n, a:b]
-            z, product = x.new_empty(2, *dz.shape) if _in_place(x) and not torch.is_grad_enabled() else (None, None)
-            if ctx.silu:
-                place = {} if z is None else {"grad_input": z}
-                dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias, z), **place)
-            d[n, a + W - 1 : b + W - 1].zero_()
-            for j in range(W):
-                d[n, a + j : b + j].addcmul_(dz, w[j])
-                dw[j] += torch.mul(dz, rows[:, j : j + b - a], out=product).sum((0, 1))
-            if db is not None:
-                db += dz.sum((0, 1))
-        return d[:, W - 1 :], d[:, : W - 1], torch.stack(dw), db, None
-
-
-def _taps_of(*args: Any) -> Tensor:
-    """Without gradients past autograd, which costs as much as a token's convolution."""
-    return (_Taps.apply if torch.is_grad_enabled() else _Taps.forward)(*args)
-
-
-STRETCH = 1 << 18  # numbers that a block of tokens has, about
-
-
-def _stretches(x: Tensor) -> list[tuple[slice, int, int]]:
-    """Samples, first and last token of every block. Blocks of long samples hold one each, and tokens by 16, for whole vectors of lanes."""
-    B, T, D = x.shape
-    if torch.compiler.is_compiling():
-        return [(slice(None), 0, T)]
-    n = max(16, STRETCH // max(1, D) // 16 * 16)
-    group = max(1, STRETCH // max(1, T * D))
-    return [(slice(i, i + group), a, min(T, a + n)) for i in range(0, B, group) for a in range(0, T, n)]
-
-
-def _in_place(x: Tensor) -> bool:
-    """Whether blocks are made where their results lie: not while a graph is made of what is done, and not across x's order in memory."""
-    return not torch.compiler.is_compiling() and x.stride(-1) == 1
-
-
-def _window(x: Tensor, past: Tensor, a: int, b: int) -> Tensor:
-    """The tokens that outputs a to b read, [B, W - 1 + b - a, D]."""
-    before = past.shape[1]
-    return x[:, a - before : b] if a >= before else torch.cat([past[:, a:], x[:, :b]], 1)
-
-
-def _taps(rows: Tensor, w: Tensor, bias: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """bias + sum_j w[j] rows_{t + j}, in `into` where that is given."""
-    T = rows.shape[1] - w.shape[0] + 1
-    y = torch.mul(rows[:, :T], w[0], out=into)
-    for j in range(1, w.shape[0]):
-        y = torch.addcmul(y, rows[:, j : j + T], w[j], out=into)
-    return y if bias is None else torch.add(y, bias, out=into)
 
 
 def _forward(*args: Any) -> tuple[list[Tensor], Tensor | None]:
@@ -180,12 +97,20 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, state, offsets, first)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dy, dlast = grads[:-1], grads[-1]
-        dx, dw, db, ds = _conv_backward_op(*ctx.saved_tensors, dy, dlast if ctx.final else None, ctx.silu)
-        d = (dx, dw, db, dy[0], ds)
-        return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None, None, None, None)
+        *tensors, offsets, first = ctx.saved_tensors
+        silu, final, sizes, need = ctx.silu, ctx.final, [dy.shape[-1] for dy in grads[:-1]], ctx.needs_input_grad
+
+        def find(x: Tensors, dy: Tensors, beside: Tensors) -> Tensors:
+            return _conv_backward_op(*x, *beside, [*dy[:-1]], dy[-1], silu)
+
+        def plain(x: Tensor, weight: Tensor, bias: Any, state: Any, offsets: Any, first: Any) -> Tensors:
+            y, last = _plain(x, weight, bias, None, state, offsets, first, "silu" if silu else None, final)
+            return *y.split(sizes, -1), last
+
+        wanted = (*need[:3], need[4])
+        dx, dw, db, ds = gradients(find, plain, wanted, tensors, (*grads[:-1], grads[-1] if final else None), (offsets, first))
+        return dx, dw, db, grads[0] if need[3] else None, ds, None, None, None, None, None
 
 
 convolution = differentiable(_Conv)
@@ -211,7 +136,7 @@ def _plain(
     elif cu_seqlens is None:
         inside = activation in SILU or activation is None
         z = wide(x)
-        y = _taps_of(z, past.to(z.dtype), taps, bias.to(z.dtype) if inside and bias is not None else None, activation in SILU)
+        y = taps_of(z, past.to(z.dtype), taps, bias.to(z.dtype) if inside and bias is not None else None, activation in SILU)
         if final:
             last = x[:, T - (W - 1) :] if T >= W - 1 else torch.cat([past, x], 1)[:, T:]  # [B, W - 1, D]
     else:
@@ -227,7 +152,7 @@ def _plain(
         order[row + (W - 1)] = token + N * (W - 1)
         rows = torch.cat([past.reshape(N * (W - 1), D), x[0]]).index_select(0, order)  # [T + N (W - 1), D]
         z = wide(rows).unsqueeze(0)
-        y = wide(x) if T == 0 else _taps_of(z[:, W - 1 :], z[:, : W - 1], taps, None, False).index_select(1, row)
+        y = wide(x) if T == 0 else taps_of(z[:, W - 1 :], z[:, : W - 1], taps, None, False).index_select(1, row)
         last = rows.index_select(0, (begin[1:, None] - (W - 1) + column).flatten()).view(N, W - 1, D)
     if bias is not None and not inside:
         y = y + bias.to(y.dtype)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..engine import prologue
+from ..engine.derivative import gradients
 from .boundary import define, differentiable, present, uses_kernels
 
 
@@ -53,13 +53,21 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        d = _gate_backward_op(*ctx.saved_tensors, *grads, ctx.kind, ctx.bound)
-        return (*(t if wanted else None for t, wanted in zip(d, ctx.needs_input_grad)), None, None)
+        how = ctx.kind, ctx.bound
+        find = lambda x, dy, _: _gate_backward_op(*x, *dy, *how)
+        plain = lambda x, A_log, dt_bias: (_plain(x, A_log, dt_bias, *how),)
+        return *gradients(find, plain, ctx.needs_input_grad[:3], ctx.saved_tensors, grads), None, None
 
 
 _gate_function = differentiable(_Gate)
+
+
+def _plain(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, kind: str, bound: float) -> Tensor:
+    """By PyTorch's operators."""
+    if A_log is None:
+        return prologue.activate_strength(x, bound)
+    return prologue.activate_gate(x, A_log, dt_bias, bound if kind == "bounded" else None)
 
 
 def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:

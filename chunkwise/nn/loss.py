@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..engine.derivative import Tensors, gradients
 from .boundary import check_device, define, differentiable
-from .vocabulary import TERMS, Terms, group_of, losses, score, slopes_
+from .vocabulary import TERMS, Terms, group_of, losses, measure, score, slopes_
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,6 +131,18 @@ _slope_op = define(
 )
 
 
+ONCE = (
+    "linear_cross_entropy: its gradient is found with the loss and has no derivative of its own; reduction='none', summed or averaged "
+    "afterwards, has one, and so has cross_entropy of logits"
+)
+SPLIT = "cross_entropy: the gradient has no derivative where a process_group splits the vocabulary"
+
+
+def _formula(z: Tensor, target: Tensor, t: Terms) -> Tensor:
+    """The losses of rows of logits by operators that PyTorch differentiates as often as one likes."""
+    return losses(*measure(z, target, t), target, t)
+
+
 class _Summed(torch.autograd.Function):
     """The sum of the losses. Gradients come with it, unweighted: the one number that is known only later scales them."""
 
@@ -141,20 +153,23 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*output[1:])
+        some = next((inputs[i] for i in (1, 2, 0) if inputs[i] is not None and inputs[i].requires_grad), None)
+        ctx.save_for_backward(*output[1:], some)  # so that who differentiates the gradients is refused; the head is there anyway
         ctx.mark_non_differentiable(*output[1:])
         ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
         ctx.given = len(inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        factor = grads[0].view(1)  # one axis: a number without axes would be rounded to the gradient's own dtype first
-        d: list[Tensor | None] = [None] * ctx.given
-        for i, (t, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes)):
-            if dtype is not None and ctx.needs_input_grad[i]:
-                d[i] = torch.mul(t, factor, out=torch.empty_like(t, dtype=dtype))
-        return tuple(d)
+        dtypes, need = ctx.dtypes, ctx.needs_input_grad
+
+        def find(x: Tensors, dy: Tensors, _: Tensors) -> Tensors:
+            factor = dy[0].view(1)  # one axis: a number without axes would be rounded to the gradient's own dtype first
+            each = zip(x, dtypes, need)
+            return [torch.mul(t, factor, out=torch.empty_like(t, dtype=to)) if t is not None and to and w else None for t, to, w in each]
+
+        *x, some = ctx.saved_tensors
+        return *gradients(find, ONCE, need[:3], x, grads[:1], (some,)), *[None] * (ctx.given - 3)
 
 
 _summed_function = differentiable(_Summed)
@@ -175,14 +190,19 @@ class _Each(torch.autograd.Function):
         ctx.rows, ctx.terms, ctx.given = inputs[6], inputs[8:], len(inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, target, lse = ctx.saved_tensors
-        _, _, dx, dw, db = _head_op(x, weight, bias, target, lse, grads[0].contiguous(), ctx.rows, True, *ctx.terms)
-        need = ctx.needs_input_grad
-        given = zip((dx, dw, db), (x, weight, bias), need)
-        d = (t.to(y.dtype) if y is not None and wanted else None for t, y, wanted in given)
-        return (*d, *[None] * (ctx.given - 3))
+        *x, target, lse = ctx.saved_tensors
+        rows, terms, t = ctx.rows, ctx.terms, Terms(*ctx.terms)
+
+        def find(x: Tensors, dy: Tensors, beside: Tensors) -> Tensors:
+            d = _head_op(*x, *beside, dy[0].contiguous(), rows, True, *terms)[2:]
+            return [None if y is None else t.to(y.dtype) for t, y in zip(d, x)]
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, _: Tensor) -> Tensors:
+            return (_formula(_logits(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), target, t),)
+
+        d = gradients(find, SPLIT if t.group else plain, ctx.needs_input_grad[:3], x, grads[:1], (target, lse))
+        return *d, *[None] * (ctx.given - 3)
 
 
 _each_function = differentiable(_Each)
@@ -202,10 +222,12 @@ class _Scored(torch.autograd.Function):
         ctx.terms = inputs[2:]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        z, target, lse = ctx.saved_tensors
-        return (_slope_op(z, target, lse, grads[0].contiguous(), *ctx.terms), *[None] * (len(ctx.terms) + 1))
+        z, *beside = ctx.saved_tensors
+        terms, t = ctx.terms, Terms(*ctx.terms)
+        find = lambda x, dy, beside: (_slope_op(*x, *beside, dy[0].contiguous(), *terms),)
+        plain = lambda z, target, _: (_formula(z, target, t),)
+        return *gradients(find, SPLIT if t.group else plain, (True,), (z,), grads[:1], beside), *[None] * (len(terms) + 1)
 
 
 _scored_function = differentiable(_Scored)

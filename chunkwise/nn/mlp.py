@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ..engine.derivative import gradients
 from .activation import activation
 from .boundary import define, differentiable, uses_kernels
 from .joint import together
@@ -75,9 +75,11 @@ class _Halves(torch.autograd.Function):
         ctx.save_for_backward(ab)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _halves_backward_op(*ctx.saved_tensors, *grads, ctx.act), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        act, function = ctx.act, activation(ctx.act)
+        find = lambda x, dy, _: (_halves_backward_op(*x, *dy, act),)
+        plain = lambda ab: (function(ab.chunk(2, -1)[0]) * ab.chunk(2, -1)[1],)
+        return *gradients(find, plain, (True,), ctx.saved_tensors, grads), None
 
 
 _halves_function = differentiable(_Halves)
@@ -96,9 +98,10 @@ class _Glu(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*_glu_backward_op(*ctx.saved_tensors, *grads, ctx.act), None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        act, function = ctx.act, activation(ctx.act)
+        find = lambda x, dy, _: _glu_backward_op(*x, *dy, act)
+        return *gradients(find, lambda a, b: (function(a) * b,), ctx.needs_input_grad[:2], ctx.saved_tensors, grads), None
 
 
 _glu_function = differentiable(_Glu)

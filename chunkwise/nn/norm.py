@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ..engine.derivative import Tensors, gradients
 from ..engine.library import direct
 from ..engine.memory import room
 from .activation import activation as activation_named
@@ -101,31 +101,30 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (dy,), given = grads, ctx.saved_tensors
-        need, none = ctx.needs_input_grad, [None] * len(ctx.switches)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a gradient of the gradient is asked for
-            wanted = [t for t, n in zip(given, need) if n]
-            d = iter(torch.autograd.grad(_plain(*given, *ctx.switches), wanted, dy, create_graph=True))
-            return (*(next(d) if n else None for n in need[: len(given)]), *none)
-        h, weight, bias, gate = given
-        if torch.compiler.is_compiling() or _batched(dy):
-            at_once = _plain_backward(h, weight, bias, gate, dy, *ctx.switches)
-            return (*(d.to(t.dtype) if n and t is not None and d is not None else None for d, t, n in zip(at_once, given, need)), *none)
-        dh, dgate = _like(h), None if gate is None else _like(gate)
-        dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
-        for rows in _stretches(h):
-            some = None if gate is None else gate[rows]
-            into = [None if t is None or t.dtype != wide(h[:0]).dtype else t[rows] for t in (dh, dgate)]
-            made, more_w, more_b, dg = _plain_backward(h[rows], weight, bias, some, dy[rows], *ctx.switches, *into)
-            if into[0] is None:
-                dh[rows] = made
-            for total, more in ((dw, more_w), (db, more_b)):
-                if total is not None:
-                    total += more
-            if dgate is not None and dg is not None and into[1] is None:
-                dgate[rows] = dg
-        whole = (dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate)
-        return (*(t if n else None for t, n in zip(whole, need)), *none)
+        switches = ctx.switches
+        find = lambda x, dy, _: _rows_backward(*x, *dy, *switches)
+        plain = lambda h, weight, bias, gate: (_plain(h, weight, bias, gate, *switches),)
+        return *gradients(find, plain, ctx.needs_input_grad[:4], ctx.saved_tensors, grads), *[None] * len(switches)
+
+
+def _rows_backward(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, dy: Tensor, *switches: Any) -> Tensors:
+    if torch.compiler.is_compiling():
+        at_once = _plain_backward(h, weight, bias, gate, dy, *switches)
+        return [None if t is None or d is None else d.to(t.dtype) for d, t in zip(at_once, (h, weight, bias, gate))]
+    dh, dgate = _like(h), None if gate is None else _like(gate)
+    dw, db = (None if t is None else t.new_zeros(t.shape, dtype=wide(h).dtype) for t in (weight, bias))
+    for rows in _stretches(h):
+        some = None if gate is None else gate[rows]
+        into = [None if t is None or t.dtype != wide(h[:0]).dtype else t[rows] for t in (dh, dgate)]
+        made, more_w, more_b, dg = _plain_backward(h[rows], weight, bias, some, dy[rows], *switches, *into)
+        if into[0] is None:
+            dh[rows] = made
+        for total, more in ((dw, more_w), (db, more_b)):
+            if total is not None and more is not None:
+                total += more
+        if dgate is not None and dg is not None and into[1] is None:
+            dgate[rows] = dg
+    return dh, *(None if t is None or s is None else s.to(t.dtype) for s, t in ((dw, weight), (db, bias))), dgate
 
 
 _rows_function = differentiable(_Rows)
@@ -133,11 +132,6 @@ _rows_function = differentiable(_Rows)
 
 def _like(t: Tensor) -> Tensor:
     return room(*t.shape, dtype=t.dtype, device=t.device)
-
-
-def _batched(t: Tensor) -> bool:
-    """Many gradients at once, which cannot be written into room for one."""
-    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
 
 
 def _stretches(h: Tensor) -> list[slice]:
@@ -198,13 +192,13 @@ class _Norm(torch.autograd.Function):
         ctx.added = None if residual is None else (x.dtype, residual.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
-        h, weight, bias, gate = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        dx, dw, db, dg = _norm_backward_op(h, weight, bias, gate, dy, dh if ctx.added else None, *ctx.switches)
-        d = (*((dx, None) if ctx.added is None else (dx.to(t) for t in ctx.added)), dw, db, dg)
-        return (*(t if wanted else None for t, wanted in zip(d, need)), *[None] * (len(ctx.switches) + 1))
+        switches, added, (x, residual, *rest) = ctx.switches, ctx.added, ctx.needs_input_grad[:5]
+        find = lambda x, dy, _: _norm_backward_op(*x, *dy, *switches)
+        plain = lambda h, weight, bias, gate: (_plain(h, weight, bias, gate, *switches, out=dy.dtype), h)
+        d, *others = gradients(find, plain, (x or residual, *rest), ctx.saved_tensors, (dy, dh if added else None))
+        both = (d, None) if added is None else (None if d is None else d.to(t) for t in added)
+        return *(t if w else None for t, w in zip(both, (x, residual))), *others, *[None] * (len(switches) + 1)
 
 
 _norm_function = differentiable(_Norm)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .boundary import define, differentiable, uses_kernels
 
@@ -23,11 +22,11 @@ _turn_op = define(
 
 
 class _Rotary(torch.autograd.Function):
-    """The kernel; its gradient is the turn back."""
+    """The kernel; its gradient is the turn back, whose gradient is the turn again."""
 
     @staticmethod
-    def forward(x: Tensor, positions: Tensor, theta: float, interleaved: bool) -> Tensor:
-        return _turn_op(x, positions, theta, interleaved, False)
+    def forward(x: Tensor, positions: Tensor, theta: float, interleaved: bool, back: bool) -> Tensor:
+        return _turn_op(x, positions, theta, interleaved, back)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -35,9 +34,10 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(positions)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _turn_op(grads[0], *ctx.saved_tensors, *ctx.how, True), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        turn = _turn_op if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _rotary_function
+        theta, interleaved, back = ctx.how
+        return turn(*grads, *ctx.saved_tensors, theta, interleaved, not back), None, None, None, None
 
 
 _rotary_function = differentiable(_Rotary)
@@ -70,7 +70,7 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
     if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T or positions.is_floating_point():
         raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}] integers, got {list(positions.shape)} {positions.dtype}")
     if uses_kernels(x) and K <= 1024 and B < 2**16:
-        return _rotary_function(x, positions, float(theta), interleaved)
+        return _rotary_function(x, positions, float(theta), interleaved, False)
     pair = torch.arange(K // 2, device=x.device, dtype=torch.float64)
     angle = positions.to(torch.float64)[..., None, None] * theta ** (pair * (-2.0 / K))  # [B or 1, T, 1, K/2]
     half = torch.promote_types(x.dtype, torch.float32)

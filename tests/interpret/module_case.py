@@ -17,27 +17,32 @@ def close(got, want, own):
         assert g.isfinite().all() and error <= 2 * (honest + eps * t.abs().max() * t.numel() ** 0.5), (error, honest)
 
 
-def with_gradients(function, *leaves, dtype=None):
-    """Outputs and gradients, on leaves of that dtype; incoming gradients are the outputs' own, drawn and not contiguous."""
+def with_gradients(function, *leaves, dtype=None, twice=True):
+    """Outputs and gradients, and gradients of those, on leaves of that dtype; incoming gradients are the outputs' own, drawn and not
+    contiguous."""
     leaves = [t.detach() if dtype is None else t.detach().to(dtype) for t in leaves]
     leaves = [t.requires_grad_() for t in leaves]
     made = function(*leaves)
     made = list(made) if isinstance(made, tuple) else [made]
     upstream = [torch.stack([draw(*t.shape, seed=50 + i)] * 2, -1)[..., 0].to(t.dtype) for i, t in enumerate(made)]
-    return [*(t.detach() for t in made), *torch.autograd.grad(made, leaves, upstream)]
+    d = torch.autograd.grad(made, leaves, upstream, create_graph=twice)
+    second = [t for t in d if t.requires_grad] if twice else []
+    drawn = [draw(*t.shape, seed=90 + i).to(t.dtype) for i, t in enumerate(second)]
+    dd = torch.autograd.grad(second, leaves, drawn, allow_unused=True, materialize_grads=True) if second else []
+    return [*(t.detach() for t in (*made, *d)), *dd]
 
 
-def check(monkeypatch, modules, function, *leaves):
+def check(monkeypatch, modules, function, *leaves, twice=True):
     """The function on kernels, of leaves, against float64 and against its form in PyTorch; scratch memory is filled with NaN."""
-    truth = with_gradients(function, *leaves, dtype=torch.float64)
-    own = with_gradients(function, *leaves)
+    truth = with_gradients(function, *leaves, dtype=torch.float64, twice=twice)
+    own = with_gradients(function, *leaves, twice=twice)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         with monkeypatch.context() as m:
             for module in modules:
                 m.setattr(module, "uses_kernels", lambda x: x.dtype != torch.float64)
-            got = with_gradients(function, *leaves)
-            again = with_gradients(function, *leaves)
+            got = with_gradients(function, *leaves, twice=twice)
+            again = with_gradients(function, *leaves, twice=twice)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) and a.dtype == o.dtype for a, b, o in zip(got, again, own, strict=True))
