@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.compiler import is_compiling
 
 Tensors = Sequence[Any]  # of tensors, and None where there is none
 Find = Callable[[Tensors, Tensors, Tensors], Tensors]
@@ -67,7 +68,7 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(way: Way, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return way.found(tensors)
+        return tuple(d.view_as(d) if any(d is t for t in tensors) else d for d in way.found(tensors))  # never what was given itself
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -89,12 +90,12 @@ def gradients(find: Find, plain: Plain | str, wanted: Sequence[bool], x: Tensors
     plain: what the results, of whose gradients dy are (None: they have none), are of x and what is beside it, by operators that PyTorch
     differentiates; or what a NotImplementedError says to who asks for a derivative of the gradients.
     """
+    if is_compiling() or not torch.is_grad_enabled() and not [d for d in dy if many(d)]:  # compiled graphs refuse by themselves
+        return [d if w else None for d, w in zip(find(x, dy, beside), wanted)]
     wanted = tuple([w and t is not None for w, t in zip(wanted, x)])
-    if torch.compiler.is_compiling():  # a compiled graph refuses derivatives of gradients by itself
-        return tuple([d if w else None for d, w in zip(find(x, dy, beside), wanted)])
     way, tensors = Way(find, plain, wanted, len(dy)), (*x, *dy, *beside)
     found = iter(Gradient.apply(way, *tensors) if torch.is_grad_enabled() else way.found(tensors))
-    return tuple(next(found) if w else None for w in wanted)
+    return [next(found) if w else None for w in wanted]
 
 
 def many(t: Tensor | None) -> bool:

@@ -195,7 +195,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Any, ...]:
         switches, added, (x, residual, *rest) = ctx.switches, ctx.added, ctx.needs_input_grad[:5]
         find = lambda x, dy, _: _norm_backward_op(*x, *dy, *switches)
-        plain = lambda h, weight, bias, gate: (_plain(h, weight, bias, gate, *switches, out=dy.dtype), h)
+        how = (*switches, dy.dtype)
+        plain = lambda h, weight, bias, gate: (_plain(h, weight, bias, gate, *how), h)
         d, *others = gradients(find, plain, (x or residual, *rest), ctx.saved_tensors, (dy, dh if added else None))
         both = (d, None) if added is None else (None if d is None else d.to(t) for t in added)
         return *(t if w else None for t, w in zip(both, (x, residual))), *others, *[None] * (len(switches) + 1)

@@ -37,12 +37,12 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         silu = ctx.silu
-        find = lambda x, dy, _: _taps_backward(*x, *dy, silu=silu)
+        find = lambda x, dy, _: _taps_backward(silu, *x, *dy)
         plain = lambda x, past, w, bias: (_formula(x, past, w, bias, silu),)
         return *gradients(find, plain, ctx.needs_input_grad[:4], ctx.saved_tensors, grads), None
 
 
-def _taps_backward(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> Tensors:
+def _taps_backward(silu: bool, x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor) -> Tensors:
     (B, T, D), W = x.shape, w.shape[0]
     d = room(B, W - 1 + T, D, dtype=x.dtype, device=x.device)  # of past and x
     d[:, : W - 1] = 0
