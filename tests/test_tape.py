@@ -59,7 +59,7 @@ def test_a_taped_step_is_the_step(op):
             before = {n: t.clone() for n, t in x.items()}
             alike(op(x, **o), anew(op, x, **o))
             assert all(torch.equal(x[n], t) for n, t in before.items())
-    assert len(call.CALLS) == 3 and all(len(d.taped.tapes) == 1 for d in call.CALLS.values())
+    assert len(call.CALLS.by_key) == 3 and all(len(d.taped.tapes) == 1 for d in call.CALLS.by_key.values())
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["by guards", "by a key"])
@@ -257,7 +257,7 @@ def test_only_a_single_token_is_taped():
         x, _ = drawn(BASIC, 0, T=T)
         for _ in range(2):
             BASIC(x)
-        assert [d.taped is not None for d in call.CALLS.values()] == [taped]
+        assert [d.taped is not None for d in call.CALLS.by_key.values()] == [taped]
 
 
 def test_a_call_that_looks_at_numbers_is_not_taped():
@@ -268,6 +268,26 @@ def test_a_call_that_looks_at_numbers_is_not_taped():
     assert again is not None
     for y in (torch.randn(3), torch.randn(3)):
         assert torch.equal(again(y)[0], y * 2 + y.exp() * 3)
+
+
+def test_parameters_without_gradients_are_known_at_once(monkeypatch):
+    """As those of a layer that generates under no_grad; a call with gradients is never taken for one without."""
+    x, S0 = drawn(BASIC, 0)
+    o = {n: torch.nn.Parameter(t) if isinstance(t, torch.Tensor) else t for n, t in options_of(BASIC, x).items()}
+    assert any(isinstance(t, torch.nn.Parameter) for t in o.values())
+    pool = S0.repeat(2, 1, 1, 1)
+    runs = (lambda: BASIC(x, initial_state=S0, **o)[0], lambda: decode(BASIC, x, pool, torch.tensor([1]), **o))
+    for run in runs:
+        with torch.no_grad():
+            for _ in range(3):
+                run()
+            monkeypatch.setattr(call, "hashed", None)  # a call that is not known at once would look for its key
+            run()
+            monkeypatch.undo()
+    for _ in range(3):
+        assert runs[0]().requires_grad
+        with torch.no_grad():
+            assert not runs[0]().requires_grad
 
 
 @pytest.mark.parametrize("how", ["plain", "bf16", "raw, values first", "projection"])
@@ -285,10 +305,10 @@ def test_a_taped_step_in_a_pool_is_the_step(how):
             x = dict(qkv=torch.cat([x.pop(n).flatten(2) for n in "qkv"], 2), **x)
         other, index = pool.clone(), torch.tensor(slots)
         got, version = decode(BASIC, x, pool, index, **o), pool._version
-        kept = dict(decode_torch.STEPS)
+        kept = dict(decode_torch.STEPS.by_key)
         decode_torch.forget()
         alike((got, pool), (decode(BASIC, x, other, index, **o), other))
-        decode_torch.STEPS.update(kept)
+        decode_torch.STEPS.by_key.update(kept)
         assert version > 0
     assert len(kept) == 1 and all(len(step.taped.tapes) == 1 for step in kept.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +20,14 @@ from .tape import Taped
 if TYPE_CHECKING:
     from ..spec import Op
 
-KEPT = 1024  # calls; the oldest goes
 TENSORS = ("initial_state", "A_log", "dt_bias")  # among the options
-CALLS: dict[Any, Decided] = {}
-LATEST: dict[Any, Decided] = {}  # of every member: most calls are like the one before
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # a tenth of a key's time
 
 
 class Alike:
     """Whether a call is like one before, in everything but the numbers in its tensors.
 
-    PyTorch's check of tensors also sees autocast, gradients that are asked for, and who listens through them; `busy` sees the others.
+    PyTorch's check of tensors also sees autocast, which of them require gradients, and who listens through them; `busy` sees the others.
     """
 
     def __init__(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
@@ -40,6 +37,7 @@ class Alike:
         self.rest = self.others(values)
         self.types = [*map(type, self.rest)]
         about = self.tensors(values)
+        self.mode = torch.is_grad_enabled() if any(t.requires_grad for t in about) else None  # None: makes no difference
         sizes, strides = ([list(f(t)) for t in about] for f in (Tensor.size, Tensor.stride))
         self.check = _Guards(*about, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
@@ -47,19 +45,14 @@ class Alike:
         if names != self.names:
             return False
         rest = self.others(values)
-        return [*map(type, rest)] == self.types and rest == self.rest and self.check(*self.tensors(values))
+        if [*map(type, rest)] != self.types or rest != self.rest or not self.check(*self.tensors(values)):
+            return False
+        return self.mode is None or self.mode is torch.is_grad_enabled()
 
 
 def alike(names: tuple[Any, ...], values: tuple[Any, ...]) -> Alike | None:
-    """None where PyTorch has no such check, or does under autocast what a tape would not.
-
-    Without gradients, of tensors that require one, too: the check would take later calls with gradients for this one.
-    """
-    if _Guards is None or torch.is_autocast_enabled("cpu"):
-        return None
-    if not torch.is_grad_enabled() and any(type(t) in PLAIN and t.requires_grad for t in values):
-        return None
-    return Alike(names, values)
+    """None where PyTorch has no such check, or does under autocast what a tape would not."""
+    return None if _Guards is None or torch.is_autocast_enabled("cpu") else Alike(names, values)
 
 
 def _picker(at: list[int]) -> Any:
@@ -67,7 +60,50 @@ def _picker(at: list[int]) -> Any:
     return itemgetter(*at) if len(at) > 1 else lambda values: tuple([values[i] for i in at])
 
 
-class Decided:
+class Decision:
+    """What calls that are alike have in common."""
+
+    alike: Alike | None = None
+
+    def remember(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+        """Make ready to be asked whether a call is like this one, whose values are these; False where nobody could tell."""
+        if self.alike is None:
+            self.alike = alike(names, values)
+        return self.alike is not None
+
+
+Some = TypeVar("Some", bound=Decision)
+
+
+class Kept(Generic[Some]):
+    """Decisions: the latest of every member, as most calls are like the one before; all by a key, of which the oldest goes."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.latest = most, dict[Any, Some]()
+        self.by_key: dict[Any, Some] = {}
+
+    def find(self, of: Any, names: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Some | None, Any]:
+        """The decision for a call of the member `of`, if there is one; what it is kept under, None where it is not to be kept."""
+        try:
+            key = None if watched() else hashed((of, *names), values)
+            found = self.by_key.get(key)
+        except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named by who decides
+            return None, None
+        if found is not None and found.remember(names, values):
+            self.latest[of] = found
+        return found, key
+
+    def keep(self, key: Any, decision: Some) -> None:
+        self.by_key[key] = decision
+        trim(self.by_key, self.most)
+
+    def forget(self) -> None:
+        """Let every call be decided anew."""
+        self.by_key.clear()
+        self.latest.clear()
+
+
+class Decided(Decision):
     """A call of one pass, but for its tensors."""
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass) -> None:
@@ -78,7 +114,6 @@ class Decided:
         if self.lower is Streams and self.raw is None and not self.settings:  # the inputs are the streams; the last one there is None
             self.order = itemgetter(*(self.names.index(n) if n in self.names else self.many for n in Streams._fields))
         straight = getattr(made.plan, "straight", None)  # without it, what a plan does may depend on numbers, or goes past PyTorch
-        self.alike: Alike | None = None
         self.taped = Taped(self.run) if straight is not None and not made.grad and straight(made.p) else None
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
@@ -86,12 +121,9 @@ class Decided:
         return call(*inputs.values(), *map(options.get, TENSORS))  # type: ignore[return-value]
 
     def remember(self, names: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-        """Make ready to be asked whether a call is like this one, whose values are these; False where nobody could tell."""
-        if self.alike is None:
-            where = [names.index(n) if n in names else len(names) for n in (*self.names, *TENSORS)]
-            self.tensors = itemgetter(*where)
-            self.alike = alike(names, values)  # last: another thread that finds it asks for the rest
-        return self.alike is not None
+        if self.alike is None:  # first this: another thread that finds the rest asks for it
+            self.tensors = itemgetter(*[names.index(n) if n in names else len(names) for n in (*self.names, *TENSORS)])
+        return super().remember(names, values)
 
     def run(self, *tensors: Any) -> Output:
         x, S0 = tensors[: self.many], tensors[self.many]
@@ -114,6 +146,10 @@ def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
 
 
+CALLS = Kept[Decided](1024)
+LATEST, forget = CALLS.latest, CALLS.forget
+
+
 def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
     """op's function of its inputs. Raises as `Op.check` and `dispatch.run` do, TypeError for an option there is not."""
     if busy():
@@ -122,22 +158,8 @@ def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Outpu
     latest = LATEST.get(op)
     if latest is not None and latest.alike(names, values):  # type: ignore[misc]
         return (latest.taped or latest.run)(*latest.tensors((*values, None)))  # type: ignore[return-value]
-    try:
-        key = None if watched() else hashed((op, *names), values)
-        decided = CALLS.get(key)
-    except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides: named below
-        key = decided = None
-    if decided is None:
-        return _first(op, inputs, options, key)
-    if decided.remember(names, values):
-        LATEST[op] = decided
-    return decided(inputs, options)
-
-
-def forget() -> None:
-    """Let every call be decided anew."""
-    CALLS.clear()
-    LATEST.clear()
+    decided, key = CALLS.find(op, names, values)
+    return _first(op, inputs, options, key) if decided is None else decided(inputs, options)
 
 
 def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: Any) -> Output:
@@ -150,6 +172,5 @@ def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: A
     out = run(op, inputs, op.check(inputs), o, passes=passes)
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
     if key is not None and len(passes) == 1 and op.passes is None and not numbers:
-        CALLS[key] = Decided(op, inputs, o, passes[0])
-        trim(CALLS, KEPT)
+        CALLS.keep(key, Decided(op, inputs, o, passes[0]))
     return out

@@ -94,7 +94,7 @@ def decode(
     """
     op = member("decode", op)
     alone = backend != "triton" and into is accepted is parents is cu_seqlens is None
-    kept, key = host.known((op, state_v_first, backend), inputs, pool, index, options) if alone else (None, None)
+    kept, key = host.known(op, (state_v_first, backend), inputs, pool, index, options) if alone else (None, None)
     if kept is not None and (done := kept(inputs, pool, index, options)) is not None:
         return done
     known = {n: d for n, d in op.defaults.items() if n not in (*NOT_HERE, "cu_seqlens", "state_v_first", "backend")}

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from ..spec import Form, Op
-from .call import TENSORS, Alike, Decided, alike, hashed
+from .call import TENSORS, Decided, Decision, Kept
 from .dispatch import run
-from .library import Pass, busy, direct, trim, watched
+from .library import Pass, busy, direct
 from .pool import Where, sequences, store
 from .problem import compute_dtype, given
 from .tape import Made, Taped
 
-KEPT = 256  # steps; the oldest goes
-STEPS: dict[Any, Step] = {}
-LATEST: dict[Any, Step] = {}  # of every member
 
-
-class Step:
+class Step(Decision):
     """A step of one token on states side by side in a pool, of few states: decided once, then taped."""
 
     def __init__(
@@ -32,7 +28,6 @@ class Step:
         self.split, self.op, self.names, self.N, self.turn = split, op, names, made.p.N, bool(o["state_v_first"])
         self.decided = Decided(op, op.args, o, made._replace(how={"slots": range(made.p.N)}))
         self.taped = Taped(self.run)
-        self.alike: Alike | None = None
 
     def run(self, *tensors: Any) -> Made:
         """Inputs, the states in their slots, and what the options bring."""
@@ -56,43 +51,31 @@ class Step:
         return self.taped(*inputs.values(), states, *map(options.get, TENSORS[1:]))[0]
 
 
+STEPS = Kept[Step](256)
+LATEST, forget = STEPS.latest, STEPS.forget
+
+
 def known(
-    names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]
+    op: Op, names: tuple[Any, ...], inputs: Mapping[str, Any], pool: Any, index: Any, options: Mapping[str, Any]
 ) -> tuple[Step | None, tuple[Any, ...] | None]:
     """What does such a step on a CPU that nobody watches, if there was one; what it is kept under, None where it is not to be kept."""
     if busy():
         return None, None
     names, values = (*names, *inputs, *options), (*inputs.values(), pool, index, *options.values())
-    latest = LATEST.get(names[0])
+    latest = LATEST.get(op)
     if latest is not None and latest.alike(names, values):  # type: ignore[misc]
         return latest, None
-    if watched() or not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
+    if not isinstance(pool, Tensor) or not pool.is_cpu or torch.is_autocast_enabled("cpu"):
         return None, None
     if any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items()):
         return None, None
-    try:
-        key = hashed(names, values)
-        step = STEPS.get(key)
-    except (TypeError, RuntimeError):  # a value without a hash, a tensor without strides
-        return None, None
-    if step is not None:
-        step.alike = step.alike or alike(names, values)
-        if step.alike is not None:
-            LATEST[names[0]] = step
-    return step, key
-
-
-def forget() -> None:
-    """Let every step be decided anew."""
-    STEPS.clear()
-    LATEST.clear()
+    return STEPS.find(op, names, values)
 
 
 def keep(key: Any, step: Step) -> None:
     """For later calls alike."""
     if step.decided.taped is not None:
-        STEPS[key] = step
-        trim(STEPS, KEPT)
+        STEPS.keep(key, step)
 
 
 @torch.no_grad()
