@@ -127,6 +127,17 @@ def with_gradients(o: Tensor, S: Tensor, leaves: Mapping[str, Tensor], seed: int
     return {"o": o.detach(), "final state": S.detach(), **{f"d{n}": g for n, g in zero.items()}}
 
 
+def twice(function: Callable[[], tuple[Tensor, ...]], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a random function of the gradients of a curved function of the results."""
+    gen = torch.Generator().manual_seed(3)
+
+    def weighted(tensors: tuple[Tensor, ...], curve: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+        return sum((curve(t) * torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t)).sum() for t in tensors)
+
+    d = torch.autograd.grad(weighted(function(), torch.sin), list(leaves.values()), create_graph=True)
+    return {f"d{n}": dd for n, dd in zip(leaves, torch.autograd.grad(weighted(d), list(leaves.values())))}
+
+
 def engine(call: Call, **options: Any) -> dict[str, Tensor]:
     """What the library computes."""
     o, S = call.op(call.x, output_final_state=True, chunk_size=call.case.chunk, **call.options, **options)

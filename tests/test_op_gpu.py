@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import OPS, Case, check, definition, engine, honest, ids, make
+from oracle import OPS, Case, check, definition, engine, honest, ids, make, twice
 
 from chunkwise.engine.call import forget
 from chunkwise.engine.explain import choices
+from chunkwise.reference import reference
 
 pytestmark = pytest.mark.gpu
 DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
@@ -60,6 +61,18 @@ def test_fifty_calls_give_the_same_bits(op, row):
     call = make(op, ROWS[row], torch.bfloat16)
     first = step(call)
     assert all(equal(step(call), first) for _ in range(49))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "gated_delta_rule", "rwkv7")], ids=ids)
+def test_second_derivatives_of_what_kernels_compute(op):
+    """First ones are the kernels', bit by bit, whether second ones are asked for or not; second ones are the definition's."""
+    call = make(op, replace(DENSE, T=70), torch.bfloat16)
+    options = dict(initial_state=call.S0)
+    run = lambda: op(call.x, output_final_state=True, **options)
+    first, again = (torch.autograd.grad(run()[0].float().sum(), list(call.x.values()), create_graph=graph) for graph in (False, True))
+    assert equal(first, again) and all(d.requires_grad for d in again)
+    want, plain = (twice(lambda d=d: reference(op, call.x, dtype=d, **options), call.leaves()) for d in (torch.float64, None))
+    check(twice(run, call.leaves()), want, plain)
 
 
 @rows
