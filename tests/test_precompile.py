@@ -89,6 +89,21 @@ def test_a_real_launch_finds_what_was_built(cache):
     assert done.stdout.split() == ["found", "launched"]
 
 
+def test_many_long_sequences_are_asked_for_too(monkeypatch):
+    """They are scanned one piece after the other, by kernels that one sequence alone does not launch."""
+    runtime = pytest.importorskip("triton.runtime")
+    monkeypatch.setattr(runtime.driver, "_active", module._StandIn("sm_90"))
+
+    def heard(*loads):
+        made = module.launches("linear_attn", "bfloat16", 16, 16, 1, False, 64, "ieee", ("prefill",), loads)
+        return {launch.data for launch in made}
+
+    with monkeypatch.context() as m:
+        m.setattr(module, "LONG", 1 << 30)
+        alone = heard((16384, 8))
+    assert alone < heard((16384, 8))
+
+
 def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
     about = ("k", "sm_90", {"K": 16}, (), 4, 1)
     made = [

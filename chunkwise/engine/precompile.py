@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .crew import Crew
+from .cut import LONG
 from .decode import decode, step
 from .dispatch import CHUNKS, choose, run
 from .library import BESIDE, STREAMS, resolve
@@ -79,7 +80,7 @@ WAYS = {
     "drafting": Way(False, True, True, 2, pool=True, drafts=True),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
-MANY = 64  # sequences that are decoded together, besides one
+MANY = 64  # sequences besides one: decoded together, or so long that they are scanned in pieces, of many one after the other
 LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
 
 
@@ -225,7 +226,7 @@ def launches(
 
     def run() -> None:
         for way, (T, HV), B in product(ways, loads, (1, MANY)):
-            if HV % group == 0 and (B == 1 or (WAYS[way].tokens and not packed)):
+            if HV % group == 0 and (B == 1 or not packed and (WAYS[way].tokens or T >= LONG)):
                 sizes = {**EXTRA_SIZES, "B": B, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
                 _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
 
