@@ -157,8 +157,8 @@ def test_gradients_in_16_bits_of_packed_odd_shared_and_wide_heads(gate, rule):
 def test_gradients_of_many_keys_and_values_are_made_by_chunks(gate, fixed, monkeypatch):
     for module in (stages_triton, stages_triton_grad):
         monkeypatch.setattr(module, "AT_ONCE", 16)
-    check(gate, Rule.ADD, by=whole, fixed=fixed, dtype=torch.float16, B=1, T=75, H=1, n=2, K=136, V=32, C=64, cu=[0, 5, 75])
-    check(gate, Rule.ADD, by=whole, fixed=fixed, dtype=torch.bfloat16, B=1, T=66, H=1, K=136, V=32, C=64, strong=5.0)
+    sizes = dict(n=2, cu=[0, 5, 75], dtype=torch.float16) if fixed else dict(strong=5.0, dtype=torch.bfloat16)
+    check(gate, Rule.ADD, by=whole, fixed=fixed, B=1, T=75, H=1, K=136, V=32, C=64, **sizes)
 
 
 @pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
@@ -175,9 +175,9 @@ def test_sums_over_heads_that_share_keys_leave_no_room_for_two_chunks_of_many_va
     assert gathered(posed(x, Gate.SCALAR, Rule.ADD, C=64), x).C == (128 if n == 1 else 64)
 
 
-@pytest.mark.parametrize("gate, strong", [(Gate.NONE, 1.0), (Gate.SCALAR, 0.05), (Gate.SCALAR, 5.0), (Gate.SCALAR, 100.0)])
+@pytest.mark.parametrize("gate, strong", [(Gate.NONE, 1.0), (Gate.SCALAR, 0.05), (Gate.SCALAR, 100.0)])
 def test_scans_of_many_keys_have_their_gates_made_ready(gate, strong):
-    check(gate, Rule.DELTA, by=whole, dtype=torch.float16, B=1, T=75, H=1, n=2, K=136, V=24, C=64, strong=strong, cu=[0, 5, 75])
+    check(gate, Rule.DELTA, by=whole, dtype=torch.float16, B=1, T=75, H=1, K=136, V=24, C=64, strong=strong, cu=[0, 5, 75])
 
 
 @pytest.mark.parametrize("strong", [0.05, 5.0, 100.0])
