@@ -49,8 +49,9 @@ def _on_hopper(p: Problem, deep: int) -> Config:
         return Config(BK, 16, 4, 2 if wide else 3)
     alone = heads * -(-p.V // 64) <= MULTIPROCESSORS
     if wide:
-        many = p.rule is Rule.DPLR or p.rule is Rule.DELTA and (p.gate is Gate.KEY or p.erase)
-        if many and p.gate is Gate.KEY and not p.erase and p.dtype == torch.bfloat16 and p.C == 64 and p.V > 16:
+        erase = p.rule is Rule.DELTA and p.erase
+        many = erase or p.rule is Rule.DPLR or p.rule is Rule.DELTA and p.gate is Gate.KEY
+        if many and p.gate is Gate.KEY and not erase and p.dtype == torch.bfloat16 and p.C == 64 and p.V > 16:
             # B=2, H=16, K=V=256, forward, with backward: KDA 0.608 2.72, with 4 warps and a stage 0.731 3.08; RWKV-7 0.865 4.13, 1.138 4.53
             return Config(BK, 32, 8, 2)
         return Config(BK, min(32 if many else 64, padded(p.V)), 4, 2 if alone and not many else 1)
