@@ -137,6 +137,23 @@ def test_more_one_token_sequences_than_a_grid_axis_holds():
     assert torch.equal(nn.causal_conv1d_update(x[0], stepped, w, None, "silu"), y[0]) and torch.equal(stepped, last)
 
 
+def test_runs_of_numbers_end_where_the_rows_do():
+    """Behind rows and numbers lies what would show: causal-conv1d has read past them where T is no multiple of its tile."""
+    w = draw(64, 4, seed=1).cuda()
+    for T in (63, 64, 65, 129, 257, 4099):
+        room = torch.full((T * 64 + 4096,), float("nan"), device="cuda")
+        numbers = torch.full((T + 512,), 7, dtype=torch.int32, device="cuda")
+        x, runs = room[: T * 64].view(1, T, 64), numbers[:T].view(1, T)
+        x.copy_(draw(1, T, 64))
+        runs.copy_((torch.arange(T) // 50)[None])
+        made = []
+        for rows in (x, x.clone()):
+            rows = rows.detach().requires_grad_()
+            y = nn.causal_conv1d(rows, w, activation="silu", seq_idx=runs)[0]
+            made.append((y.detach(), *torch.autograd.grad(y.square().sum(), rows)))
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*made))
+
+
 def test_beyond_two_to_the_31_elements():
     x = torch.randn(1, 262_145, 8192, device="cuda", dtype=torch.bfloat16)
     w = draw(8192, 4, dtype=torch.bfloat16).cuda()
