@@ -166,6 +166,11 @@ class Arg:
         return self.axes.startswith("B T")
 
 
+def is_number(x: object) -> bool:
+    """What a setting or a scale may be. Sizes that a compiler traces are ints to `isinstance`, and cannot be asked for attributes."""
+    return isinstance(x, (int, float)) or hasattr(x, "__float__") or hasattr(x, "__index__")
+
+
 def extent(axis: str, sizes: Mapping[str, int]) -> int:
     """The size of an axis: a letter, a number, or a sum of them (`V+1`)."""
     return sum(int(x) if x.isdigit() else sizes[x] for x in axis.split("+"))
@@ -276,7 +281,7 @@ class Op:
         """Raises TypeError or ValueError naming the setting that does not fit."""
         mine = {n: options[n] for n in self.settings}
         for name, x in mine.items():
-            if not hasattr(x, "__float__"):
+            if not is_number(x):
                 raise TypeError(f"{self.name}: {name} must be a number, got {x!r}")
         if found := self.fault(**mine):
             raise ValueError(f"{self.name}: {found}")

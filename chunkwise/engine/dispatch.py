@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import Form, Gate, Output, Rule, Streams
+from ..spec import Form, Gate, Output, Rule, Streams, is_number
 from . import library
 from .problem import given
 from .prologue import check_prologue, prologue
@@ -162,7 +162,7 @@ def run(
         raise ValueError(f"{op.name}: cu_seqlens_cpu needs cu_seqlens")
     if o["precision"] not in ("ieee", "tf32"):
         raise ValueError(f"{op.name}: precision must be 'ieee' or 'tf32', got {o['precision']!r}")
-    if isinstance(o["scale"], bool) or not (o["scale"] is None or hasattr(o["scale"], "__float__") or hasattr(o["scale"], "__index__")):
+    if isinstance(o["scale"], bool) or not (o["scale"] is None or is_number(o["scale"])):
         raise TypeError(f"{op.name}: scale must be a number, got {o['scale']!r}")
     if S0 is not None:
         if slots is None:
