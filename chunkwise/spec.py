@@ -278,7 +278,10 @@ class Op:
         return sizes
 
     def check_settings(self, options: Mapping[str, Any]) -> None:
-        """Raises TypeError or ValueError naming the setting that does not fit."""
+        """Raises TypeError or ValueError naming the setting, or the option that is yes or no, that does not fit."""
+        for name, default in self.defaults.items():
+            if isinstance(default, bool) and not hasattr(x := options.get(name, default), "__bool__"):  # "False", say, is no bool
+                raise TypeError(f"{self.name}: {name} must be True or False, got {x!r}")
         mine = {n: options[n] for n in self.settings}
         for name, x in mine.items():
             if not is_number(x):

@@ -90,3 +90,22 @@ def test_compiled_forward_mode_is_refused_as_it_is_otherwise(what):
             refused(z)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(loss, backend="eager", fullgraph=True)(z), loss(z))
+
+
+def test_modules_under_transforms_are_themselves():
+    """vmap, gradients for every sample, Jacobians: as one call after the other."""
+    nn, func = chunkwise.nn, torch.func
+    weight, norm, head, target = torch.randn(6, 4), torch.randn(6), torch.randn(9, 6), torch.randint(0, 9, (2, 5))
+    modules = {
+        "convolution": lambda x: nn.causal_conv1d(x, weight, activation="silu")[0],
+        "norm": lambda x: nn.rms_norm(x, norm, gate=x.flip(-1)),
+        "loss": lambda x: nn.cross_entropy(x @ head.t(), target),
+        "head": lambda x: nn.linear_cross_entropy(x, head, target),
+        "losses": lambda x: nn.linear_cross_entropy(x, head, target, reduction="none"),
+    }
+    x = torch.randn(3, 2, 5, 6, dtype=torch.float64)
+    weight, norm, head = weight.double(), norm.double(), head.double()
+    for name, f in modules.items():
+        slope = func.grad(lambda x, f=f: f(x).sin().sum())
+        for many, each in ((func.vmap(f), f), (func.vmap(slope), slope), (func.vmap(func.jacrev(f)), func.jacrev(f))):
+            torch.testing.assert_close(many(x), torch.stack([each(y) for y in x]), msg=name)

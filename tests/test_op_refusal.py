@@ -115,8 +115,11 @@ def test_unknown_keywords_are_refused(op):
 @every
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("form", "chunky"), ("backend", "cuda"), ("chunk_size", 48), ("precision", "fp8"), ("form", "parallel"), ("backend", "triton")],
-)
+    [
+        ("form", "chunky"), ("backend", "cuda"), ("chunk_size", 48), ("chunk_size", 64.0), ("precision", "fp8"), ("form", "parallel"),
+        ("backend", "triton"),
+    ],
+)  # fmt: skip
 def test_options_take_listed_values(op, option, value):
     if value == "parallel" and op.parallel:
         return
@@ -127,6 +130,12 @@ def test_options_take_listed_values(op, option, value):
 @pytest.mark.parametrize("scale", ["half", True, [0.5]], ids=str)
 def test_a_scale_is_a_number(op, scale):
     refused(op, TypeError, "scale must be a number", inputs(op), scale=scale)
+
+
+@every
+def test_yes_or_no_is_no_string(op):
+    for name in (n for n, default in op.defaults.items() if isinstance(default, bool)):
+        refused(op, TypeError, f"{name} must be True or False, got 'False'", inputs(op), **{name: "False"})
 
 
 @every

@@ -106,8 +106,8 @@ def decode(
         raise ValueError(f"decode {op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
     x, who = _split(op, inputs, pool, state_v_first), f"decode {op.name}"
     sizes = op.check(x)
-    check_prologue(op.name, x, o)
     op.check_settings(o)
+    check_prologue(op.name, x, o)
     query, B, T = given(x[op.query]), sizes["B"], sizes["T"]
     if cu_seqlens is not None:
         check_offsets(who, cu_seqlens, None, B, T, query.device)

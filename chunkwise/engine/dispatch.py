@@ -83,7 +83,7 @@ def choose(
         raise ValueError(f"{op.name}: form must be one of {', '.join(('auto', *op.forms))}, got {form!r}") from None
     if wanted not in (Form.AUTO, *op.forms):
         raise ValueError(f"{op.name}: has no {form} form; it has {', '.join(op.forms)}")
-    if cell.C not in CHUNKS:
+    if cell.C not in CHUNKS or not isinstance(cell.C, int):
         raise ValueError(f"{op.name}: chunk_size must be one of {', '.join(map(str, CHUNKS))}, got {cell.C}")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"{op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
@@ -152,8 +152,8 @@ def run(
     from .raw import asks, recurrent_form
     from .scan import Scan
 
-    check_prologue(op.name, inputs, o)
     op.check_settings(o)
+    check_prologue(op.name, inputs, o)
     B, T, device = sizes["B"], sizes["T"], given(inputs[op.query]).device
     cu, cpu, S0 = o["cu_seqlens"], o["cu_seqlens_cpu"], o["initial_state"]
     if cu is not None:

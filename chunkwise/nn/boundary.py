@@ -63,6 +63,7 @@ def differentiable(function: type[Function]) -> Callable[..., Any]:
     itself: of one that has it apart PyTorch works out the defaults of its arguments at every call, longer than a kernel's launch takes.
     Compiled, where no gradient is wanted, it is `forward` alone: torch 2.13 would hand one of any number of arguments a context there;
     not in forward mode, which no kernel has and a `forward` alone would take for derivatives of zero."""
+    function.generate_vmap_rule = True  # by vmap of its parts: PyTorch calls the operators again and again
 
     def forward(ctx: Any, *args: Any) -> Any:
         out = function.forward(*args)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine.derivative import Tensors, gradients
+from ..engine.derivative import Tensors, gradients, many
 from .boundary import check_device, define, differentiable
 from .vocabulary import TERMS, Terms, group_of, losses, measure, score, slopes_
 
@@ -165,8 +165,10 @@ class _Summed(torch.autograd.Function):
 
         def find(x: Tensors, dy: Tensors, _: Tensors) -> Tensors:
             factor = dy[0].view(1)  # one axis: a number without axes would be rounded to the gradient's own dtype first
-            each = zip(x, dtypes, need)
-            return [torch.mul(t, factor, out=torch.empty_like(t, dtype=to)) if t is not None and to and w else None for t, to, w in each]
+            each = [(t, to) if to and w else None for t, to, w in zip(x, dtypes, need)]
+            if not torch.compiler.is_compiling() and any(map(many, (factor, *x))):
+                return [None if e is None else (e[0] * factor).to(e[1]) for e in each]
+            return [None if e is None else torch.mul(e[0], factor, out=torch.empty_like(e[0], dtype=e[1])) for e in each]
 
         *x, some = ctx.saved_tensors
         return *gradients(find, ONCE, need[:3], x, grads[:1], (some,)), *[None] * (ctx.given - 3)
