@@ -65,7 +65,7 @@ def test_what_compiles_with_gradients_compiles_without():
 
     a, b, product = torch.randn(5, requires_grad=True), torch.randn(5), differentiable(Product)
     norm, x = (lambda x: chunkwise.nn.rms_norm(x, a[:4])), torch.randn(2, STRETCH // 4, 4, requires_grad=True)  # more than one stretch
-    for function, given in ((product, (a, b)), (norm, (x,))):
+    for function, given in ((product, (a, b)), (lambda a: product(a, a), (a,)), (norm, (x,))):
         torch._dynamo.reset()
         compiled, eager = torch.compile(function, backend="eager", fullgraph=True), function(*given)
         assert torch.allclose(compiled(*given), eager, rtol=1e-6, atol=0)

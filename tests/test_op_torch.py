@@ -35,6 +35,16 @@ def test_compiles_whole_with_any_length(op):
             assert torch.equal(a, b), name
 
 
+def test_one_tensor_is_several_arguments_of_a_compiled_call():
+    """Dynamo would refuse it: an autograd.Function is given no tensor twice."""
+    x, g = torch.randn(1, 20, 2, 8, requires_grad=True), torch.randn(1, 20, 2).sigmoid().log()
+    call = lambda x: chunkwise.gated_delta_rule(x, x, x, g, g.exp(), use_qk_l2norm_in_kernel=False)[0]
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), call(x))
+    got, want = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, call))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("op, form", OP_FORMS, ids=ids)
 def test_what_one_mode_keeps_serves_the_others(op, form):
     """Heads that no other test has: what is kept between calls is made under the first mode."""

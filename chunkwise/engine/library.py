@@ -302,11 +302,11 @@ class Pass(NamedTuple):
 APPLY = super(torch.autograd.Function, Direct).apply  # that of Function looks for what is left of transforms, which `direct` has seen to
 
 
-def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+def apart(*args: Any) -> tuple[Any, ...]:
     """One tensor twice as two: torch 2.13 compiles no autograd.Function that is handed one twice."""
     if not is_compiling():
-        return [*tensors]
-    return [t.view_as(t) if t is not None and any(t is s for s in tensors[:i]) else t for i, t in enumerate(tensors)]
+        return args
+    return tuple(t.view_as(t) if isinstance(t, Tensor) and any(t is s for s in args[:i]) else t for i, t in enumerate(args))
 
 
 def recurrence(
@@ -334,7 +334,7 @@ def recurrence(
         if slots is not None:
             raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
         call = Traced.apply if grad or forward_mode() else torch.ops.chunkwise.forward
-        o, ST, _ = call(*_apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
+        o, ST, _ = call(*apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
     if grad and x.g is not None and not x.g.requires_grad:

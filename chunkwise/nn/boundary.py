@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..engine.library import direct, tangents
+from ..engine.library import apart, direct, tangents
 
 TRITON = importlib.util.find_spec("triton") is not None
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
@@ -74,8 +74,10 @@ def differentiable(function: type[Function]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         tensors = tuple(t for t in args if isinstance(t, Tensor))
-        if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors) or tangents()):
-            return function.forward(*args)
+        if torch.compiler.is_compiling():
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors) or tangents()):
+                return function.forward(*args)
+            args = apart(*args)
         return (twin if direct(tensors) else function).apply(*args)
 
     return apply
