@@ -304,7 +304,8 @@ def test_the_grid_is_asked_for_as_one_and_its_shapes_say_what_they_are(capsys):
 def row(who: str, ms: float, date: str = "2026-01-01", **kw) -> dict:
     c = case("gla", shape="S1").record
     return {
-        "device": "NVIDIA H200", "threads": None, "date": f"{date}T00:00:00", "case": c, "pass": "forward", "who": who, "version": "1",
+        "device": "NVIDIA H200", "threads": None, "date": f"{date}T00:00:00", "commit": "c1",
+        "case": c, "pass": "forward", "who": who, "version": "1",
         "wrong": False, "why": "", "absent": {}, "ran": [{"backend": "kernels", "plan": "triton", "chunk": 64}] if who == OURS else [],
         "errors": {"o": {"error": 2e-3}}, "method": "graph", "ms": {"p20": ms, "p50": ms, "p80": ms},
         "eager_ms": {"p50": 4 * ms if who == OURS else ms},
@@ -336,6 +337,7 @@ def test_the_grid_is_a_line_for_a_shape_and_a_column_for_a_member():
     assert "| | gla | kda |" in text and "| 64 channels | 2.50 / 2.50 | - / ? |" in text and "| 64 channels | 0.62 / 0.62 | - / ? |" in text
     assert "| 256, 512 channels | - / - | ? / ? |" in text and "S1" not in text
     assert "- fla-core: K <= 256 (gla, 256, 512 channels, forward; gla, 256, 512 channels, forward+backward)\n" in text
+    assert "- at commit c1: 64 channels (gla, kda); 256, 512 channels (gla)\n" in text
     assert "- fla-core: o is off (kda, 64 channels, forward)\n" in text and "| 0.5 / 2 | 1.25 / 1.25 |" in text
     assert "64 channels" not in table.markdown([*one, row(OURS, 0.5)])
 

@@ -206,7 +206,16 @@ def _grid(name: str, threads: int | None, rows: Sequence[Mapping[str, Any]]) -> 
         for who, why in {**run[OURS]["absent"], **{who: r["why"] for who, r in run.items() if r["wrong"]}}.items():
             reasons.setdefault(f"{who}: {why}", []).append(f"{op}, {shape}, {p}")
     text += [f"- {why} ({'; '.join(where)})" for why, where in sorted(reasons.items())]
-    return [*text, "", *_device(name, threads, rows)]
+    return [*text, "", *_commits(run[OURS] for run in cases), "", *_device(name, threads, rows)]
+
+
+def _commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Whose rows are of which commit, the oldest first."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for r in sorted(rows, key=lambda r: (r["date"], list(GRID).index(r["case"]["shape"]), r["case"]["op"])):
+        found.setdefault(r["commit"], {}).setdefault(r["case"]["shape"], {})[r["case"]["op"]] = None
+    told = {commit: "; ".join(f"{shape} ({', '.join(sorted(ops))})" for shape, ops in shapes.items()) for commit, shapes in found.items()}
+    return [f"- at commit {commit or 'unknown'}: {what}" for commit, what in told.items()]
 
 
 def _times_faster(run: Mapping[str, Mapping[str, Any]] | None, key: str) -> str:
