@@ -82,7 +82,7 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
     class Kernel:
         def run(self, *args, **kwargs):
             built.append(kwargs["BLOCK"])
-            return types.SimpleNamespace(metadata=types.SimpleNamespace(shared=kwargs["BLOCK"] * size))
+            return types.SimpleNamespace(metadata=types.SimpleNamespace(shared=kwargs["BLOCK"] * kwargs["num_stages"] * size))
 
     def kernel(x, N):
         pass
@@ -111,10 +111,12 @@ def test_a_shortlist_leaves_an_autotuner_what_was_fastest_before(monkeypatch, tm
     assert offered(1) == candidates[:1] and offered(2) == candidates[-1:]  # the same keys again: what was chosen
     x = x.half()
     assert offered(5) == candidates[3:4]  # nothing hopeless
-    x = x.float()
+    size = 2.5  # its three stages do not fit
+    assert offered(5) == candidates[2:4] and len(built) == 1 + 2  # of its kind, two stages do
+    x, size = x.float(), 1
     assert offered(3) == [candidates[i] for i in (0, 2, 9, 11)] and len(built) == 2 * BEST  # of each key like it, two kinds' fastest
     size = 10  # none of the shortlist fits
-    assert offered(3) == candidates and len(built) == 2 * BEST + len(candidates)
+    assert offered(3) == candidates and len(built) == 2 * BEST * (1 + 2) + len(candidates)
     size = 1
     assert offered(1, other) == candidates
 

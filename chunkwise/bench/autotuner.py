@@ -45,7 +45,7 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int
     """Triton's autotuner builds its candidates one after another, minutes for a model; here threads build them first. It measures and
     chooses as it always does. shortlist: a folder that holds the autotuner's files of an earlier run (Triton's cache, or a copy of its
     *.autotune.json). A kernel timed there for the same key has the choice made there, as Triton itself would keep it; for another key
-    it is offered the BEST of the keys most like it, but for hopeless ones, instead of all candidates, if the device can run any of them.
+    it is offered the BEST of the keys most like it, but for hopeless ones; where the device can run none, those of their kinds; then all.
     few: any other kernel is offered so many of its candidates, evenly spread over their list."""
     from triton.runtime.autotuner import Autotuner
 
@@ -64,11 +64,12 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int
 
         runs = timed.get(getattr(self.base_fn, "__name__", ""), {})
         best = _best(runs, _key(self, kwargs) if runs else "")
-        known = [c for c in configs if _name(vars(c)) in best]
         with ThreadPoolExecutor(threads) as pool:
-            if any(map(_fits, list(pool.map(build, known)))):
-                self.offered = len(known)
-                return known
+            for about in (_name, _kind):  # themselves; or, where none fits, others of their kinds
+                known = [c for c in configs if about(vars(c)) in map(about, best)]
+                if any(map(_fits, list(pool.map(build, known)))):
+                    self.offered = len(known)
+                    return known
             if few is not None and len(configs) > few:
                 configs = [configs[i * len(configs) // few] for i in range(few)]
             list(pool.map(build, configs))
@@ -118,16 +119,16 @@ def _timed(folder: Path) -> dict[str, Runs]:
     return dict(timed)
 
 
-def _best(runs: Runs, key: str) -> set[str]:
-    """Names of the candidates that are tried for a key: its choice, else the fastest kinds of the keys with the fewest other entries."""
+def _best(runs: Runs, key: str) -> list[dict[str, Any]]:
+    """The candidates that are tried for a key: its choice, else the fastest kinds of the keys with the fewest other entries."""
     if key in runs:
-        return {_name(runs[key][0][0])}
+        return [runs[key][0][0]]
     wanted = json.loads(key) if runs else []
     unlike = {k: sum(a != b for a, b in zip_longest(json.loads(k), wanted, fillvalue=())) for k in runs}
-    best: set[str] = set()
+    best: list[dict[str, Any]] = []
     for order in (order for k, order in runs.items() if unlike[k] == min(unlike.values())):
         good = [config for config, ms in order if ms <= HOPELESS * order[0][1]]
-        fastest = {_kind(config): _name(config) for config in reversed(good)}  # of every kind
+        fastest = {_kind(config): config for config in reversed(good)}  # of every kind
         kinds = list(dict.fromkeys(_kind(config) for config in good))
-        best |= {fastest[kind] for kind in kinds[:BEST]}
+        best += [fastest[kind] for kind in kinds[:BEST]]
     return best
