@@ -332,11 +332,6 @@ class Op:
         return function
 
 
-def is_number(x: object) -> bool:
-    """Python's, another library's, or a tensor of one. Python's first: a traced one has no attributes to ask for."""
-    return isinstance(x, (int, float)) or hasattr(x, "__float__") or hasattr(x, "__index__")
-
-
 @cache
 def _pages() -> tuple[Any, ...]:
     ops = importlib.import_module(".ops", __package__)
