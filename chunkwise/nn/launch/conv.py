@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...engine.config import card
 from ...kernels.conv import conv_kernel, conv_state_grad_kernel, conv_state_kernel, conv_update_kernel, place_kernel
 from .row import rows, start
 
@@ -15,7 +16,7 @@ BLOCK, WARPS = 512, 4  # channels of a program: 8 bytes a load in 16 bits
 AHEAD, BACK = 8, 8  # rows loaded at a time
 PARTS, LEAST = 3, 64  # parts that outputs and their gradients may lie in, and channels of the smallest block then
 ROWS = 256  # of a program that finds sequences
-FEWER = 128  # registers of a thread of a backward pass, of whose programs four then run side by side
+FEWER = 128  # registers of a thread of a backward pass on an H200, of whose programs four then run side by side
 PIECE, PIECE_BACK = 64, 256  # rows of a program, which reads the W - 1 before (and, for gradients, after) them too
 
 
@@ -126,7 +127,7 @@ def backward(
             a, flat, x if bias is None else bias, dx, u, u1, u2, past, last, *at.tables(a), parts, sx, D, sy, s1, s2, e1, e2, R, at.T, D, L,
             W=W, U=U, BD=BD, PACKED=at.first is not None, ALIGNED=at.first is None and at.T % U == 0, STATE=state is not None,
             LAST=dlast is not None, BIAS=bias is not None, RESIDUAL=False, SILU=silu, PARTS=len(dy) > 1, GRAD=True, warps=warps,
-            registers=FEWER if x.element_size() == 2 and W <= 4 and U == BACK else None,
+            registers=FEWER if x.element_size() == 2 and W <= 4 and U == BACK and card().arch == "sm_90" else None,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
     dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None
