@@ -279,21 +279,22 @@ def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
 
 
 @triton.jit
-def scored(sums, tokens, q, k, M):
-    """M [16, 16], transposed, of tokens whose gates have these sums."""
+def scored(sums, tokens, y, x, M, LOWER: tl.constexpr):
+    """M [16, 16] of tokens whose gates have these sums, transposed unless LOWER."""
     o = tl.arange(0, 16)
     token.store_tokens(tokens, o * 0.0 + 1.0, tl.load(sums + o), o, 16, "scalar")
-    b_q, b_k = (tl.load(p + o[:, None] * 16 + o[None, :]) for p in (q, k))
+    b_y, b_x = (tl.load(p + o[:, None] * 16 + o[None, :]) for p in (y, x))
     b_all = tl.load(tokens + token.START * 16 + 15)
-    tl.store(M + o[:, None] * 16 + o[None, :], token.token_scores(b_k, b_q, tokens, b_all, o, 16, 1.0, 16, "ieee"))
+    tl.store(M + o[:, None] * 16 + o[None, :], token.token_scores(b_y, b_x, tokens, b_all, o, 16, 1.0, 16, LOWER, "ieee"))
 
 
-def test_sums_of_gates_that_rise_by_a_rounding_are_factors_still():
+@pytest.mark.parametrize("lower", [False, True], ids=["forwards", "reversed"])
+def test_sums_of_gates_that_rise_by_a_rounding_are_factors_still(lower):
     """A card adds them in another order for each token: past a gate of 0 the sum may be the larger, and the border lie between the two."""
     border = torch.tensor(-100.0)
     G = torch.tensor([-50.0, -100.0, -100.0, *[-160.0] * 13])
     G[1], G[2] = torch.nextafter(border, -border.abs() * 2), torch.nextafter(border, border * 0)
-    q, k, M, tokens = torch.ones(16, 16), torch.ones(16, 16), torch.empty(16, 16), torch.empty(token.KINDS.value * 16)
-    scored[(1,)](G, tokens, q, k, M)
+    M, tokens = torch.empty(16, 16), torch.empty(token.KINDS.value * 16)
+    scored[(1,)](G, tokens, torch.ones(16, 16), torch.ones(16, 16), M, LOWER=lower)
     pairs = 16 * (G[None, :] - G[:, None]).double().exp2().triu()
-    torch.testing.assert_close(M.double(), pairs, rtol=1e-4, atol=1e-30)
+    torch.testing.assert_close((M.mT if lower else M).double(), pairs, rtol=1e-4, atol=1e-30)
