@@ -216,6 +216,7 @@ def test_transforms_of_transforms(op):
         yield torch.autograd.grad((once(leaf) * v).sum(), leaf)[0]
         yield func.jacrev(f)(t)
         yield func.jacrev(once)(t)
+        yield func.hessian(loss)(t)
         yield func.vmap(once)(torch.stack([t, 2 * t]))
         yield torch.autograd.grad(made, leaf, many, is_grads_batched=True)[0]
         (d,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
@@ -234,11 +235,22 @@ def test_a_compiled_gradient_is_not_differentiated_silently():
 
 
 @every
-def test_forward_mode_is_refused_rather_than_dropped(op):
-    call = make(op, Case(T=3, K=4, V=4), torch.float64)
-    name, t = next(iter(call.x.items()))
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda t: op({**call.x, name: t})[0], (t.detach(),), (torch.ones_like(t),))
+def test_tangents_go_along(op):
+    """Forward mode, of all inputs and both states: by PyTorch's own operators."""
+    call = make(op, Case(T=35, H=1, n=2, K=4, V=3, N=3))
+    at = {n: t.detach() for n, t in call.leaves().items()}
+    gen = torch.Generator().manual_seed(5)
+    along = {n: torch.randn(t.shape, generator=gen, dtype=torch.float64).to(t) for n, t in at.items()}
+
+    def carried(f, dtype=torch.float64, **o):
+        run = lambda z: f({n: z[n] for n in call.x}, initial_state=z["S0"], cu_seqlens=call.cu, **o)
+        (o, S), (do, dS) = torch.func.jvp(run, ({n: t.to(dtype) for n, t in at.items()},), ({n: t.to(dtype) for n, t in along.items()},))
+        return {"o": o.double(), "final state": S.double(), "do": do.double(), "dS": dS.double()}
+
+    want, single = (carried(lambda x, **o: reference(op, x, dtype=None, **o), dtype) for dtype in (torch.float64, torch.float32))
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    got = carried(lambda x, **o: op(x, output_final_state=True, chunk_size=16, **o))
+    check(got, want, {n: t + (single[n] - t) * ratio for n, t in want.items()})
 
 
 @every

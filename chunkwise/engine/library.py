@@ -231,13 +231,8 @@ def tangents() -> bool:
 
 
 def transformed() -> bool:
-    """Whether one of torch.func's transforms is at work."""
+    """Whether one of torch.func's transforms is at work: an autograd.Function takes part, or refuses what an operator would drop."""
     return not is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def forward_mode() -> bool:
-    """Whether tangents may be carried along, or another transform is at work: an autograd.Function refuses what an operator would drop."""
-    return tangents() or transformed()
 
 
 def trim(kept: dict[Any, Any], most: int) -> None:
@@ -333,7 +328,11 @@ def recurrence(
     if not direct((*x, S0, cu, cu_cpu)):
         if slots is not None:
             raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
-        call = Traced.apply if grad or forward_mode() else torch.ops.chunkwise.forward
+        if tangents():  # they go along with PyTorch's own operators
+            p = problem(x, cu, cu_cpu, gate=gate, rule=rule, chunk=chunk, scale=scale, precision=precision)
+            o, ST = formula(p, x, S0)
+            return o, ST if final else None
+        call = Traced.apply if grad or transformed() else torch.ops.chunkwise.forward
         o, ST, _ = call(*apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
         return o, ST if final else None
     made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
