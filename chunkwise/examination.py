@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .draw import RANGE
-from .spec import Op, all_ops
+from .engine.pool import member
+from .spec import Op
 
 
 def examine(op: Op | str, **inputs: Tensor | None) -> list[str]:
@@ -21,7 +22,7 @@ def examine(op: Op | str, **inputs: Tensor | None) -> list[str]:
     >>> chunkwise.examine("simple_gla", q=q, k=k, v=v, g=torch.tensor([-1.0, 0.5]).expand(1, 5, 2))
     ['simple_gla: g should be at most 0; 5 of 10 are not']
     """
-    op = all_ops()[op] if isinstance(op, str) else op
+    op = member("examine", op)
     unknown = inputs.keys() - op.args.keys()
     if unknown:
         raise TypeError(f"{op.name}: takes no input {sorted(unknown)[0]!r}; it takes {', '.join(op.args)}")

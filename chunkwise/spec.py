@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cache, wraps
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
@@ -311,7 +311,7 @@ class Op:
     def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:
         """Give `short` its whole signature, real and named, for those that read signatures; make the functions of the single forms."""
         tensors = [p for p in inspect.signature(short).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        hints = {**{n: type(d) for n, d in self.settings.items()}, **self.options.__annotations__}
+        hints = {**{n: type(d) for n, d in self.settings.items()}, **get_type_hints(self.options)}
         own = {p.name for p in tensors}
         further = {n: d for n, d in self.defaults.items() if n not in own}
         named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in further.items()]

@@ -21,6 +21,9 @@ WRONG = {
     "index of floats": (dict(index=torch.zeros(3)), "index must be an int32 or int64 tensor, got torch.float32"),
     "index too short": (dict(index=torch.zeros(2, dtype=torch.int64)), "index must be [N] = [3], got [2]"),
     "index too high": (dict(index=torch.tensor([0, 6, 1])), "index must name slots below 6, got 6"),
+    "a slot twice": (dict(index=torch.tensor([4, 1, 4])), "index must name every slot once, got 4 twice"),
+    "a slot for two drafts": (dict(into=torch.tensor([[0], [-1], [0]])), "into must name every slot once, got 0 twice"),
+    "slots that share memory": (dict(pool=torch.zeros(1, 4, 5, 6).expand(6, 4, 5, 6)), "pool's slots must not share memory"),
     "accepted of one column": (dict(accepted=torch.ones(3, dtype=torch.int64)), "index must be [N, columns] with N=3, got [3]"),
     "parents without into": (dict(parents=torch.zeros(3, 1, dtype=torch.int64)), "parents needs into"),
     "a parent of its own": (

@@ -69,5 +69,18 @@ def test_shapes_that_do_not_fit_are_refused():
         cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
 
 
+def test_convolutions_refuse_what_they_would_get_wrong():
+    """Whole numbers, and slots that two sequences would write."""
+    x, w, state = torch.randn(2, 4), torch.randn(4, 3), torch.zeros(3, 4, 2)
+    with pytest.raises(TypeError, match="causal_conv1d: x must be a floating tensor, got torch.int64"):
+        causal_conv1d(torch.ones(1, 6, 4, dtype=torch.int64), w)
+    with pytest.raises(TypeError, match="causal_conv1d_update: state must be a floating tensor, got torch.int64"):
+        causal_conv1d_update(x, state.long(), w)
+    for slots, says in (([1, 1], "name every slot once, got 1 twice"), ([0, 3], "name slots below 3, got 3")):
+        with pytest.raises(ValueError, match=f"causal_conv1d_update: state_indices must {says}"):
+            causal_conv1d_update(x, state, w, state_indices=torch.tensor(slots))
+    assert not causal_conv1d_update(x, state, w, state_indices=torch.tensor([-1, -1])).any()  # nobody's
+
+
 def test_norms_say_what_they_are():
     assert repr(RMSNorm(4, 1e-5)) == "RMSNorm(4, eps=1e-05)" and repr(GatedRMSNorm(4)).endswith("activation='silu')")

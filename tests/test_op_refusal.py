@@ -1,5 +1,8 @@
 """Bad input is refused by name, before anything runs: the op, the argument, what was wanted and what was given."""
 
+import inspect
+import typing
+
 import pytest
 import torch
 from oracle import OPS, Case, ids, make, widen
@@ -194,6 +197,19 @@ def test_a_form_s_function_takes_no_form():
         if name.startswith("chunk_"):
             with pytest.raises(TypeError, match=name):
                 function(form="chunk")
+
+
+@pytest.mark.parametrize("name", ["explain", "examine", "snapshots", "prefill", "decode"])
+def test_who_takes_a_member_names_those_there_are(name):
+    given = {"explain": dict(T=1), "examine": {}, "snapshots": dict(inputs={}, every=1)}.get(name, dict(inputs={}, pool=torch.zeros(1)))
+    with pytest.raises(ValueError, match=f"{name}: op must be a member, one of abc, .* got 'glaa'"):
+        getattr(chunkwise, name)("glaa", **given)
+
+
+def test_signatures_are_types_not_words():
+    for name, function in public_functions().items():
+        options = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert not any(isinstance(p.annotation, (str, typing.ForwardRef)) for p in options), name
 
 
 def test_unknown_names_are_refused():

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..spec import EXTRA_SIZES, Op, all_ops, extent
+from ..spec import EXTRA_SIZES, Op, extent
 from .dispatch import Cell, Choice, choose, run
+from .pool import member
 
 
 def passes(
@@ -15,7 +16,7 @@ def passes(
 ) -> list[tuple[Cell, Choice]]:
     """The passes of a call of `op` (a member or its name) on T tokens, and what each would run; K channels a key and a value. No device
     is needed."""
-    op = all_ops()[op] if isinstance(op, str) else op
+    op = member("explain", op)
     heard: list[tuple[Cell, Choice]] = []
 
     def listen(op: Op, cell: Cell, **kw: Any) -> Choice:
@@ -42,7 +43,7 @@ def explain(op: Op | str, *, T: int, **call: Any) -> str:
     >>> chunkwise.explain("gla", T=2048)
     'gla: chunk form, torch backend, chunks of 64 (the general form)'
     """
-    op = all_ops()[op] if isinstance(op, str) else op
+    op = member("explain", op)
     lines = dict.fromkeys(_line(c) for c in choices(op, T=T, **call))
     return f"{op.name}: {'; then '.join(lines) or 'an elementwise scan outside the pipeline'}"
 

@@ -102,6 +102,8 @@ def _check_pool(who: str, op: Op, pool: Any, shape: tuple[int, ...], w: Where, q
         raise ValueError(f"{who}: pool must be [slots, {', '.join(axes)}] = [slots, {str(shape)[1:-1]}], got {list(pool.shape)}")
     if not pool[:1].is_contiguous():
         raise ValueError(f"{who}: pool must be dense inside a slot, got strides {list(pool.stride())}")
+    if len(pool) > 1 and pool.stride(0) < pool[0].numel():
+        raise ValueError(f"{who}: pool's slots must not share memory, got strides {list(pool.stride())}")
     if w.index is None and pool.shape[0] != w.N:
         raise ValueError(f"{who}: pool must have a slot for each of {w.N} sequences without an index, got {pool.shape[0]}")
 
@@ -131,6 +133,14 @@ def _check_slots(who: str, pool: Tensor, w: Where, T: int) -> None:
         _check_values(who, pool, w, T)
 
 
+def check_apart(who: str, name: str, slots: Tensor) -> None:
+    """Raises ValueError where two states would be written into one slot; of slots on the host."""
+    live = sorted(s for s in slots.flatten().tolist() if s >= 0)
+    shared = [a for a, b in zip(live, live[1:]) if a == b]
+    if shared:
+        raise ValueError(f"{who}: {name} must name every slot once, got {shared[0]} twice")
+
+
 def _check_values(who: str, pool: Tensor, w: Where, T: int) -> None:
     """What only the host can tell."""
     for name, t in (("index", w.index), ("into", w.into)):
@@ -145,3 +155,7 @@ def _check_values(who: str, pool: Tensor, w: Where, T: int) -> None:
         tokens = w.parents if w.cu_seqlens is not None else w.parents[:, :T]
         if (tokens >= torch.arange(tokens.shape[1])).any():
             raise ValueError(f"{who}: parents must name earlier tokens, got {tokens.tolist()}")
+    if w.into is not None and w.cu_seqlens is None:
+        check_apart(who, "into", w.into[:, :T])
+    elif w.into is None and w.index is not None:
+        check_apart(who, "index", w.index)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..spec import Op
 from .dispatch import check_offsets
-from .pool import Where, check, member, sequences, store
+from .pool import Where, check, check_apart, member, sequences, store
 from .problem import compute_dtype, given
 from .snapshot import snapshots
 
@@ -97,5 +97,7 @@ def _check_snapshots(who: str, pool: Tensor, w: Where, into: Tensor | None, ever
     if into.device != pool.device or tuple(into.shape) != (w.N, T // every):
         want = f"[N, T // every] = [{w.N}, {T // every}] on {pool.device}"
         raise ValueError(f"{who}: into must be {want}, got {list(into.shape)} on {into.device}")
-    if into.device.type == "cpu" and not torch.compiler.is_compiling() and into.numel() and int(into.max()) >= len(pool):
-        raise ValueError(f"{who}: into must name slots below {len(pool)}, got {int(into.max())}")
+    if into.device.type == "cpu" and not torch.compiler.is_compiling() and into.numel():
+        if int(into.max()) >= len(pool):
+            raise ValueError(f"{who}: into must name slots below {len(pool)}, got {int(into.max())}")
+        check_apart(who, "into", into)

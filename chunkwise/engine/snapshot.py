@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import Op, all_ops
+from ..spec import Op
 from .dispatch import check_offsets
+from .pool import member
 from .problem import compute_dtype, given
 
 
@@ -40,7 +41,7 @@ def snapshots(op: Op | str, inputs: Mapping[str, Tensor | None], *, every: int =
 
     Raises ValueError or TypeError as the member does, and ValueError where `every` is not a positive number.
     """
-    op = all_ops()[op] if isinstance(op, str) else op
+    op = member("snapshots", op)
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"{op.name}: every must be a positive number of tokens, got {every!r}")
     if "output_final_state" in options:

@@ -28,6 +28,13 @@ def check_device(name: str, label: str, x: Tensor, **others: Tensor | None) -> N
             raise ValueError(f"{name}: {other} is on {t.device}, {label} on {x.device}")
 
 
+def check_floating(name: str, **tensors: Tensor | None) -> None:
+    """Raises TypeError naming one that is no floating tensor."""
+    for label, t in tensors.items():
+        if t is not None and not t.is_floating_point():
+            raise TypeError(f"{name}: {label} must be a floating tensor, got {t.dtype}")
+
+
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """The operator chunkwise::<schema>, whose shapes tracing learns from `fake`. It runs on its first argument's device, current or not.
     What is absent among its results is None for who calls, an empty tensor for the dispatcher.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.derivative import Tensors, gradients
+from ..engine.pool import check_apart
 from .activation import activation as activation_named
-from .boundary import check_device, define, differentiable, present, uses_kernels
+from .boundary import check_device, check_floating, define, differentiable, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, first_rows, sequence_index
 from .tap import taps_of
@@ -192,11 +193,12 @@ def causal_conv1d(
         Differentiable in x, weight, bias, initial_state and residual. Dense, packed and step by step add the same products in one order.
 
     Raises:
-        ValueError: shapes or offsets that do not fit, naming the argument.
+        ValueError, TypeError: shapes, offsets or dtypes that do not fit, naming the argument.
     """
     name, axes = "causal_conv1d", "[B, D, T]" if channels_first else "[B, T, D]"
     if x.ndim != 3:
         raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
+    check_floating(name, x=x, weight=weight, bias=bias)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"{name}: residual must be like x, {list(x.shape)} {x.dtype}, got {list(residual.shape)} {residual.dtype}")
     others = dict(weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, residual=residual, seq_idx=seq_idx)
@@ -252,11 +254,13 @@ def causal_conv1d_update(
         y like x.
 
     Raises:
-        ValueError: shapes that do not fit, naming the argument; inputs that require gradients.
+        ValueError: shapes that do not fit, a slot that is not there or is named twice (on a GPU nothing is read), inputs that require
+            gradients; TypeError: dtypes. Both name the argument.
     """
     name = "causal_conv1d_update"
     if x.ndim not in (2, 3):
         raise ValueError(f"{name}: x must be [B, D] or [B, T, D], got {list(x.shape)}")
+    check_floating(name, x=x, state=state, weight=weight, bias=bias)
     B, D = x.shape[0], x.shape[-1]
     if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
         raise ValueError(f"{name}: weight must be [D, W] with D = {D} and W >= 1, got {list(weight.shape)}")
@@ -272,6 +276,10 @@ def causal_conv1d_update(
     check_device(name, "x", x, state=state, weight=weight, bias=bias, state_indices=state_indices)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, state, weight, bias)):
         raise ValueError(f"{name}: works in place and has no gradient: call it under torch.no_grad()")
+    if state_indices is not None and state_indices.is_cpu and not torch.compiler.is_compiling():
+        if (most := int(state_indices.max()) if B else -1) >= len(state):
+            raise ValueError(f"{name}: state_indices must name slots below {len(state)}, got {most}")
+        check_apart(name, "state_indices", state_indices)
     activation_named(activation)
     y = _update_op(x if x.ndim == 3 else x.unsqueeze(1), state, weight, bias, state_indices, activation or "identity")
     return y if x.ndim == 3 else y.squeeze(1)
