@@ -327,7 +327,9 @@ def test_command_converts_folders_and_says_why_it_cannot(tmp_path, capsys):
     assert "gated_delta_rule, 2 layers" in capsys.readouterr().out
     model, x = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval(), ids(1, 9)
     assert torch.equal(model(x).logits, read_model(config, state)(x).logits) and (tmp_path / "ours" / "tokenizer.json").is_file()
+    capsys.readouterr()
     assert run(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "gated_deltanet"]) == 0
+    assert not capsys.readouterr().err
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == state.keys() and all(torch.equal(back[n], t) for n, t in state.items())
     for arguments, said in (

@@ -18,9 +18,11 @@ def convert(
     """Read a checkpoint of flash-linear-attention or transformers into a chunkwise model, or write one in their layout."""
     need("transformers", "models")
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
     from chunkwise.models.convert import layouts, read_folder, write_folder
 
+    logging.disable_progress_bar()
     if to != "chunkwise" and to not in layouts():
         raise Refusal(f"--to must be chunkwise or one of {', '.join(layouts())}, got {to}")
     with refusing(ValueError, TypeError, OSError, SafetensorError):
