@@ -18,7 +18,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    import importlib.util
 
     if name in _ELSEWHERE:
         globals()[name] = getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
@@ -30,6 +30,8 @@ def __getattr__(name: str) -> Any:
         if name in found:
             globals()[name] = found[name]
             return found[name]
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:  # chunkwise.nn after `import chunkwise`, say
+            return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

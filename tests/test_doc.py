@@ -100,6 +100,12 @@ def test_the_version_is_the_distribution_s():
         pytest.skip("chunkwise is run from a checkout that is not installed")
 
 
+def test_parts_of_the_package_are_there_when_asked_for():
+    code = "import chunkwise as c; c.nn.rms_norm, c.reference.reference, c.ops.gla.GLA; hasattr(c, 'glaa') and 1 / 0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_operators_need_torch_alone():
     code = (
         "import sys, torch, chunkwise; before = set(sys.modules); x = torch.randn(1, 5, 1, 4)\n"

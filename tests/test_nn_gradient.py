@@ -114,3 +114,20 @@ def test_modules_under_transforms_are_themselves():
         slope = func.grad(lambda x, f=f: f(x).sin().sum())
         for many, each in ((func.vmap(f), f), (func.vmap(slope), slope), (func.vmap(func.jacrev(f)), func.jacrev(f))):
             torch.testing.assert_close(many(x), torch.stack([each(y) for y in x]), msg=name)
+
+
+def test_gradients_for_every_sample():
+    """Of a layer's parameters under a loss whose targets are many, too: the host reads none of them."""
+    layer, head = chunkwise.nn.mixer_class("gated_delta_rule")(16, 2).double(), torch.randn(7, 16, dtype=torch.float64)
+    x, target = torch.randn(3, 5, 16, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    weights = {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(weights, x, target):
+        out = torch.func.functional_call(layer, weights, (x[None],))
+        return chunkwise.nn.cross_entropy((out[0] if isinstance(out, tuple) else out)[0] @ head.t(), target)
+
+    slope = torch.func.grad(loss)
+    many = torch.func.vmap(slope, (None, 0, 0))(weights, x, target)
+    each = [slope(weights, *given) for given in zip(x, target)]
+    for name, d in many.items():
+        torch.testing.assert_close(d, torch.stack([e[name] for e in each]))

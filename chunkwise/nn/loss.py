@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine.derivative import Tensors, gradients, many
+from ..engine.library import transformed
 from .boundary import check_device, define, differentiable
 from .vocabulary import TERMS, Terms, group_of, losses, measure, score, slopes_
 
@@ -386,7 +387,7 @@ def _terms(
             classes = sum(shares)
     elif first is not None:
         raise ValueError(f"{name}: first_class belongs to a process_group, which is not given")
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed():
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if bool(wrong.any()):
             raise ValueError(
