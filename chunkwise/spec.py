@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, wraps
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
@@ -94,7 +93,7 @@ class Raw(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return _tensors(self)
+        return tuple([getattr(self, n) for n in RAW_TENSORS])
 
     def place(self, tensors: Sequence[Tensor | None]) -> Raw:
         """The same with other tensors."""
@@ -103,7 +102,6 @@ class Raw(NamedTuple):
 
 
 RAW_TENSORS = ("A_log", "dt_bias", "rate", "skip", "writes", "g_seen", "beta_seen", "centre")
-_tensors = attrgetter(*RAW_TENSORS)
 
 
 class PlainOptions(TypedDict, total=False):

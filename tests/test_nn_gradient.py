@@ -1,6 +1,7 @@
 """Gradients of gradients: right, or refused; never dropped."""
 
 import importlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,22 @@ def test_gradients_for_every_sample():
     each = [slope(weights, *given) for given in zip(x, target)]
     for name, d in many.items():
         torch.testing.assert_close(d, torch.stack([e[name] for e in each]))
+
+
+def test_many_gradients_at_once_in_a_thread_of_their_own():
+    """As a GPU's backward passes are: PyTorch tells that thread nothing of the batch."""
+    from torch._vmap_internals import _vmap
+
+    x = torch.randn(3, 4, requires_grad=True)
+    y = chunkwise.nn.rms_norm(x)
+
+    def backward(d):
+        made = []
+        thread = threading.Thread(target=lambda: made.append(torch.autograd.grad(y, x, d, retain_graph=True)[0]))
+        thread.start()
+        thread.join()
+        return made[0]
+
+    many = torch.randn(5, 3, 4)
+    want = torch.stack([torch.autograd.grad(y, x, d, retain_graph=True)[0] for d in many])
+    torch.testing.assert_close(_vmap(backward, 0, 0)(many), want)

@@ -108,10 +108,17 @@ def _few(t: Tensor | None) -> bool:
     return t is not None and is_legacy_batchedtensor(t)
 
 
+def _level(t: Tensor) -> int:
+    """The level that makes many of it, of which the thread of a GPU's backward passes is not told. At another it is expanded as asked."""
+    for level in range(64, 0, -1):  # the innermost first
+        if len(torch._remove_batch_dim(t, level, 0, 0)):
+            return level
+    raise RuntimeError("chunkwise engine: autograd.grad asks for no gradient at all at once: its batch is empty")
+
+
 def _one_by_one(found: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors) -> tuple[Tensor, ...]:
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = max(map(_level, filter(_few, tensors)))
     taken = [torch._remove_batch_dim(t, level, 0, 0) if _few(t) else None for t in tensors]
-    n = next(len(t) for t in taken if t is not None)
+    n = max(len(t) for t in taken if t is not None)
     made = [found([t if every is None else every[i] for t, every in zip(tensors, taken)]) for i in range(n)]
     return tuple(torch._add_batch_dim(torch.stack(d), 0, level) for d in zip(*made))
