@@ -49,13 +49,16 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_80", "sm_100"), "score_bounded_kernel", ()): (360, _ELSEWHERE),
     (("sm_90",), "grad_kernel", ("DELTA",)): (352, _GRADIENTS),
     (("sm_90",), "grad_kernel", ("LEARNS", "not DELTA")): (240, "64 keys, 128 tokens: 0.45 ms; 32 keys spill nothing and take 0.65 (H200)"),
-    (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (88, _GRADIENTS),
+    (("sm_100",), "grad_blocks_kernel", ("DELTA",)): (104, _GRADIENTS),
+    (("sm_80",), "grad_blocks_kernel", ("DELTA", "ERASE", "K=256")): (32, _GRADIENTS),
+    (("sm_100",), "grad_pair_kernel", ("LOW_RANK",)): (8, _GRADIENTS),
+    (("sm_80", "sm_100"), "state_pass_kernel", ("DELTA", "BK=256")): (456, _ELSEWHERE),
     (("sm_90",), "grad_blocks_kernel", ("DELTA",)): (2000, "few channels in blocks of 64: narrower ones are wrong; none from 64 on"),
     (("sm_90",), "score_kernel", ("DELTA",)): (360, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_score_kernel", ("FAR",)): (296, _FAR),
     (SERVED, "affine_score_kernel", ("LOW_RANK", "not FAR")): (64, "four matrices of scores and a chunk's inverse at once"),
     (("sm_90",), "affine_score_kernel", ("LOW_RANK", "not FAR", "not TMA")): (232, "the same, and rows the copy engine cannot move"),
-    (("sm_80", "sm_90"), "grad_pair_kernel", ("LOW_RANK",)): (360, _GRADIENTS),
+    (("sm_80", "sm_90"), "grad_pair_kernel", ("LOW_RANK",)): (400, _GRADIENTS),
     (SERVED, "grad_reader_kernel", ()): (88, _GRADIENTS),
     (SERVED, "grad_writer_kernel", ()): (336, _GRADIENTS),
     (SERVED, "state_pass_kernel", ("LOW_RANK",)): (840, "256 channels of a state, not measured; none to speak of at 128"),
@@ -89,6 +92,10 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (104, "not measured on such a card; the largest scan under gates per key"),
     (("sm_100",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (64, _ELSEWHERE),
 }
+
+
+# What Triton 3.6.0 does not build: (card, kernel, what it says). A row goes when it does.
+REFUSED = {("sm_100", "value_output_kernel", "parent layout must have at least rank >= 2")}  # of fewer slots than 16
 
 
 def jobs() -> int:
@@ -128,6 +135,8 @@ def check(made: list[Built]) -> None:
     faults = []
     for b in made:
         about = f"{b.kernel} on {b.arch}, {b.warps} warps, {b.switches}"
+        if any((b.arch, b.kernel) == row[:2] and row[2] in (b.error or "") for row in REFUSED):
+            continue
         if b.error is not None:
             faults.append(f"{about}: {b.error}")
         elif b.shared > b.limit:
