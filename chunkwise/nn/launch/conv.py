@@ -130,7 +130,7 @@ def backward(
             registers=FEWER if x.element_size() == 2 and W <= 4 and U == BACK and card().arch == "sm_90" else None,
         )  # fmt: skip
     sums = parts.sum(0)  # [W + BIAS, D]
-    dw, db = sums[:W].t().to(weight.dtype, memory_format=torch.contiguous_format), None
+    dw, db = sums[:W].t().to(weight.dtype).contiguous(), None
     if bias is not None:
         db = sums[W].to(bias.dtype, copy=True)  # aligned
     dstate = None if state is None else torch.empty(state.shape, dtype=state.dtype, device=x.device)
