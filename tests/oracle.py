@@ -57,7 +57,7 @@ CASES = {
     "ragged, odd K and V, three value heads a head": Case(B=2, T=50, H=2, n=3, K=6, V=5),
     "two chunks of 64 and a bit": Case(T=133, H=2, n=2, K=16, V=8, chunk=64),
     "packed, empty sequences too": Case(T=75, H=2, n=2, K=6, V=5, N=6),
-    "a head of one channel": Case(T=20, H=2, K=1, V=1),
+    "heads of one channel": Case(T=20, H=16, K=1, V=1),
     "strong gates": Case(T=40, H=2, K=8, V=16, strength=20.0),
     "strong gates over several blocks of keys": Case(T=70, H=1, K=80, V=6, chunk=64, strength=20.0),
     "gates that forget everything": Case(T=33, H=2, K=8, V=16, strength=1e4),

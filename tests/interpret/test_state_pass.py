@@ -143,6 +143,14 @@ def test_small_decays_behind_a_huge_one_are_kept(rule):
     check_forward(x._replace(g=g), Gate.SCALAR, rule, C=64)
 
 
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR])
+def test_sums_beyond_float16_are_read(gate):
+    """What a state holds leaves fp16's range, what is read of it with the scale does not."""
+    x = streams(gate, Rule.ADD, torch.float16, B=1, K=16)
+    g = x.g if x.g is None else x.g * 0.01
+    check_forward(x._replace(q=x.q * 0.1, v=x.v * 1000, g=g), gate, Rule.ADD, torch.randn(1, 4, 16, 40) * 4e4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_keys_all_alike_cost_no_accuracy(dtype):
     x = streams(Gate.NONE, Rule.DELTA, dtype, T=64, B=1)
