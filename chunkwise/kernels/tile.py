@@ -166,9 +166,9 @@ def decay_sums(b_g, o_c, L, GATE: tl.constexpr, SPLIT: tl.constexpr):
             if SPLIT:
                 b_c = coarse(b_g)
                 b_G = n * b_c
-                b_F = n * (b_g - b_c)
+                b_F = n * (b_g - b_c) + 0.0
             else:
-                b_G = n * b_g
+                b_G = n * b_g + 0.0  # rounded here, whatever it is added to: some kernels fused the two, others did not
                 b_F = b_G
         else:
             b_G = n * 0.0
