@@ -46,8 +46,9 @@ class Work:
         with torch.enable_grad():
             made = named(self.function(**self.leaves))
             outputs = list(made.values())
+            # Some are views of leaves, which change under them before a replay: detached, for autograd refuses to look at them then.
             d = torch.autograd.grad(outputs, list(self.leaves.values()), [u.to(o.dtype) for u, o in zip(self.upstream, outputs)])
-        return {**{n: t.detach() for n, t in made.items()}, **{f"d{n}": g for n, g in zip(self.leaves, d)}}
+        return {**{n: t.detach() for n, t in made.items()}, **{f"d{n}": g.detach() for n, g in zip(self.leaves, d)}}
 
 
 def named(made: Any) -> Results:
