@@ -54,7 +54,7 @@ CASES = {
     "one short of a chunk": Case(T=15, H=2, K=8, V=16),
     "one chunk": Case(B=2, T=16, H=2, K=8, V=16),
     "one past a chunk": Case(T=17, H=2, K=8, V=16),
-    "ragged, odd K and V, three value heads a head": Case(B=2, T=50, H=2, n=3, K=6, V=5),
+    "ragged, odd V, three value heads a head": Case(B=2, T=50, H=2, n=3, K=6, V=5),
     "two chunks of 64 and a bit": Case(T=133, H=2, n=2, K=16, V=8, chunk=64),
     "packed, empty sequences too": Case(T=75, H=2, n=2, K=6, V=5, N=6),
     "heads of one channel": Case(T=20, H=16, K=1, V=1),

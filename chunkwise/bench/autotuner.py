@@ -106,7 +106,7 @@ def _kind(config: Mapping[str, Any]) -> str:
     return json.dumps([config["kwargs"], config["num_warps"]], sort_keys=True)
 
 
-Runs = dict[str, list[tuple[dict[str, Any], float]]]  # key -> candidates and their milliseconds, the fastest first
+Runs = dict[str, list[tuple[dict[str, Any], float]]]  # key -> candidates and the median of their milliseconds, the fastest first
 
 
 def _timed(folder: Path) -> dict[str, Runs]:
@@ -114,8 +114,8 @@ def _timed(folder: Path) -> dict[str, Runs]:
     timed: dict[str, Runs] = defaultdict(dict)
     for file in folder.rglob("*.autotune.json"):
         run = json.loads(file.read_text())
-        order = sorted(run["configs_timings"], key=lambda one: one[1])
-        timed[file.name.removesuffix(".autotune.json")][json.dumps(run["key"])] = [(config, ms) for config, ms in order]
+        medians = [(config, ms[0] if isinstance(ms, list) else ms) for config, ms in run["configs_timings"]]  # Triton's: and quantiles
+        timed[file.name.removesuffix(".autotune.json")][json.dumps(run["key"])] = sorted(medians, key=lambda one: one[1])
     return dict(timed)
 
 

@@ -101,7 +101,7 @@ def grads(
 ) -> Streams:  # fmt: skip
     """Stage `grads`: gradients per value head; those of q, k, a, b in fp32 where value heads share them, u's per chunk.
 
-    X, U: what the scans left: X and dX, overwritten; additive: none and dv.
+    X, U: what the scans left: X and dX, which is overwritten; additive: none and dv.
     """
     (q, k, a, b), sk, sa = _keys(x)
     (v, do), sv = alike(x.v, do)
