@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import chunkwise.nn
 from chunkwise.engine.derivative import Gradient
@@ -96,6 +97,16 @@ def test_forward_mode_is_right_or_refused(what):
         torch.testing.assert_close(made, slope)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(loss, backend="eager", fullgraph=True)(z), loss(z))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
+def test_a_convolution_carries_tangents_outside_transforms_too(grad):
+    x, weight = torch.randn(2, 5, 6), torch.randn(6, 4)
+    call = lambda x: chunkwise.nn.causal_conv1d(x, weight, activation="silu")[0]
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+        made, along = forward_ad.unpack_dual(call(forward_ad.make_dual(x, x)))
+        assert torch.equal(call(x), call(x.clone()))
+    torch.testing.assert_close((made, along), torch.func.jvp(call, (x,), (x,)))
 
 
 def test_modules_under_transforms_are_themselves():

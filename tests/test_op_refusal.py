@@ -136,6 +136,16 @@ def test_a_scale_is_a_number(op, scale):
 
 
 @every
+@pytest.mark.parametrize(("option", "right", "wrong"), [("scale", 1.0, True), ("chunk_size", 64, 64.0)])
+def test_what_equals_an_option_is_refused_after_it_too(op, option, right, wrong):
+    x = inputs(op)
+    for _ in range(2):
+        op(x, **{option: right})
+        with pytest.raises((TypeError, ValueError), match=f"{op.name}: {option} must be"):
+            op(x, **{option: wrong})
+
+
+@every
 def test_yes_or_no_is_no_string(op):
     for name in (n for n, default in op.defaults.items() if isinstance(default, bool)):
         refused(op, TypeError, f"{name} must be True or False, got 'False'", inputs(op), **{name: "False"})

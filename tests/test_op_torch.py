@@ -210,7 +210,7 @@ def test_transforms_of_transforms(op):
         loss = lambda z: f(z).sin().sum()
         once = func.grad(loss)
         leaf = t.clone().requires_grad_()
-        made = f(leaf)
+        made = f(leaf).sin()
         many = torch.stack([torch.full_like(made, w) for w in (1.0, -2.0, 0.5)])
         yield func.grad(lambda z: (once(z) * v).sum())(t)
         yield torch.autograd.grad((once(leaf) * v).sum(), leaf)[0]
@@ -218,7 +218,9 @@ def test_transforms_of_transforms(op):
         yield func.jacrev(once)(t)
         yield func.hessian(loss)(t)
         yield func.vmap(once)(torch.stack([t, 2 * t]))
-        yield torch.autograd.grad(made, leaf, many, is_grads_batched=True)[0]
+        yield torch.autograd.grad(made, leaf, many, is_grads_batched=True, retain_graph=True)[0]
+        (d,) = torch.autograd.grad(made, leaf, many, is_grads_batched=True, create_graph=True)
+        yield torch.autograd.grad(d.sin().sum(), leaf)[0]
         (d,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
         (d,) = torch.autograd.grad((d * v).sum(), leaf, create_graph=True)
         yield torch.autograd.grad((d * v).sum(), leaf)[0]

@@ -141,8 +141,8 @@ class Decided(Decision):
 
 
 def hashed(names: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
-    """A key of a call: everything it depends on but the numbers in its tensors."""
-    about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()) if type(t) in PLAIN else t for t in values]
+    """A key of a call: everything it depends on but the numbers in its tensors. Of types too: 1 is True, and may be what True may not."""
+    about = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()) if type(t) in PLAIN else (type(t), t) for t in values]
     return (*names, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *about)
 
 

@@ -34,8 +34,6 @@ class Way(NamedTuple):
 
     def found(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """Those wanted. Many at once cannot be written into room for one."""
-        if any(map(_few, tensors)):
-            return _one_by_one(self.found, tensors)
         if isinstance(self.plain, str) or not any(t is not None and is_batchedtensor(t) for t in tensors):
             return tuple(d for d, w in zip(self.find(*self.parts(tensors)), self.wanted) if w)
         pull, free = self.slopes(tensors)
@@ -94,7 +92,7 @@ def gradients(find: Find, plain: Plain | str, wanted: Sequence[bool], x: Tensors
         return [d if w else None for d, w in zip(find(x, dy, beside), wanted)]
     wanted = tuple([w and t is not None for w, t in zip(wanted, x)])
     way, tensors = Way(find, plain, wanted, len(dy)), (*x, *dy, *beside)
-    found = iter(Gradient.apply(way, *tensors) if torch.is_grad_enabled() else way.found(tensors))
+    found = iter(singly((lambda t: Gradient.apply(way, *t)) if torch.is_grad_enabled() else way.found, tensors))
     return [next(found) if w else None for w in wanted]
 
 
@@ -116,9 +114,12 @@ def _level(t: Tensor) -> int:
     raise RuntimeError("chunkwise engine: autograd.grad asks for no gradient at all at once: its batch is empty")
 
 
-def _one_by_one(found: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors) -> tuple[Tensor, ...]:
+def singly(found: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors) -> tuple[Tensor, ...]:
+    """found(tensors); of the many of is_grads_batched once for each: a node of a graph made of all of them would be lost with the batch."""
+    if not any(map(_few, tensors)):
+        return found(tensors)
     level = max(map(_level, filter(_few, tensors)))
     taken = [torch._remove_batch_dim(t, level, 0, 0) if _few(t) else None for t in tensors]
     n = max(len(t) for t in taken if t is not None)
-    made = [found([t if every is None else every[i] for t, every in zip(tensors, taken)]) for i in range(n)]
+    made = [singly(found, [t if every is None else every[i] for t, every in zip(tensors, taken)]) for i in range(n)]
     return tuple(torch._add_batch_dim(torch.stack(d), 0, level) for d in zip(*made))

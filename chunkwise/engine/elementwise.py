@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .derivative import Tensors, gradients
-from .library import tangents, transformed
+from .library import carried, transformed
 from .problem import compute_dtype, power_of_two
 
 CHUNK = 64  # rows: so many steps inside a chunk
@@ -249,7 +249,7 @@ def scan(x: Tensor, g: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | No
     shape = x.shape[2:]
     # torch 2.13 cannot trace an autograd.Function of which nothing needs a gradient
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, g, h0))
-    run = _formula if tangents() else ElementwiseScan.apply if grad or transformed() else torch.ops.chunkwise.elementwise
+    run = _formula if carried(x, g, h0) else ElementwiseScan.apply if grad or transformed() else torch.ops.chunkwise.elementwise
     h, hT = run(x.flatten(2), g.flatten(2), None if h0 is None else h0.flatten(1), cu_seqlens)
     return h.unflatten(2, shape), hT.unflatten(1, shape)
 

@@ -84,7 +84,7 @@ def _dense(p: Problem, x: Streams, S: Tensor) -> tuple[Tensor, Tensor]:
             out, left = out + Mqw[i] @ X, left + given(w)[i].mT @ X
         o.append(out)
         S = left
-    return torch.stack(o).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T], S
+    return torch.stack(o).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].contiguous(), S
 
 
 class _Decay:

@@ -230,6 +230,13 @@ def tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def carried(*tensors: Tensor | None) -> bool:
+    """Whether one of these brings a tangent, so far as can be told: inside transforms and what is compiled one may."""
+    if not tangents():
+        return False
+    return is_compiling() or transformed() or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def transformed() -> bool:
     """Whether one of torch.func's transforms is at work: an autograd.Function takes part, or refuses what an operator would drop."""
     return not is_compiling() and torch._C._are_functorch_transforms_active()
@@ -328,7 +335,7 @@ def recurrence(
     if not direct((*x, S0, cu, cu_cpu)):
         if slots is not None:
             raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
-        if tangents():  # they go along with PyTorch's own operators
+        if carried(*x, S0):  # tangents go along with PyTorch's own operators
             p = problem(x, cu, cu_cpu, gate=gate, rule=rule, chunk=chunk, scale=scale, precision=precision)
             o, ST = formula(p, x, S0)
             return o, ST if final else None

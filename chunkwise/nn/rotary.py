@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.derivative import singly
 from .boundary import define, differentiable, uses_kernels
 
 
@@ -35,9 +36,12 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        turn = _turn_op if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _rotary_function
-        theta, interleaved, back = ctx.how
-        return turn(*grads, *ctx.saved_tensors, theta, interleaved, not back), None, None, None, None
+        how = (*ctx.saved_tensors, *ctx.how[:2], not ctx.how[2])
+        if torch.compiler.is_compiling():
+            return _turn_op(*grads, *how), None, None, None, None
+        turn = _rotary_function if torch.is_grad_enabled() else _turn_op
+        (d,) = singly(lambda dy: (turn(*dy, *how),), grads)
+        return d, None, None, None, None
 
 
 _rotary_function = differentiable(_Rotary)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.derivative import Tensors, gradients
-from ..engine.library import transformed
+from ..engine.library import carried, transformed
 from ..engine.memory import room
 
 
@@ -70,7 +70,7 @@ def _formula(x: Tensor, past: Tensor, w: Tensor, bias: Tensor | None, silu: bool
 
 def taps_of(*args: Any) -> Tensor:
     """Without gradients past autograd, which costs as much as a token's convolution."""
-    return (_formula if transformed() else _Taps.apply if torch.is_grad_enabled() else _Taps.forward)(*args)
+    return (_formula if transformed() or carried(*args[:4]) else _Taps.apply if torch.is_grad_enabled() else _Taps.forward)(*args)
 
 
 STRETCH = 1 << 18  # numbers that a block of tokens has, about

@@ -20,6 +20,21 @@ def test_turns_and_turns_back(monkeypatch, dtype, interleaved):
     check(monkeypatch, [module], lambda x: rotary(x, at[:, :0], interleaved=interleaved), x[:, :0])
 
 
+def test_many_turns_back_at_once_have_gradients(monkeypatch):
+    """PyTorch drops a graph that is made of all of them: with it what the turned numbers owe to the gradient."""
+    module = __import__("sys").modules["chunkwise.nn.rotary"]
+    x, at, ways = draw(1, 3, 1, 4), torch.arange(3)[None], draw(2, 1, 3, 1, 4, seed=1)
+
+    def twice():
+        leaf = x.clone().requires_grad_()
+        (d,) = torch.autograd.grad(rotary(leaf, at).sin(), leaf, ways, is_grads_batched=True, create_graph=True)
+        return torch.autograd.grad(d.sin().sum(), leaf)[0]
+
+    want = twice()
+    monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    torch.testing.assert_close(twice(), want)
+
+
 @pytest.mark.parametrize("act", ["silu", "sigmoid", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gated_linear_units(monkeypatch, dtype, act):
