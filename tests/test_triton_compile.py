@@ -42,7 +42,7 @@ _ELSEWHERE = "not measured on such a card"
 _SCAN = "states, operands and results of a chunk live at once, in packed rows their addresses too: the copy engine moves no others"
 SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_key_kernel", ("DELTA",)): (512, _GRADIENTS),
-    (("sm_90",), "grad_key_kernel", ("not DELTA",)): (16, "fp16, whose sums of gates' gradients have three parts"),
+    (("sm_90",), "grad_key_kernel", ("not DELTA",)): (24, "fp16, whose sums of gates' gradients have three parts"),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("NEAR",)): (1000, _ELSEWHERE),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR",)): (1840, _FAR),
     (("sm_80", "sm_90", "sm_100", "gfx942"), "grad_key_blocks_kernel", ("not NEAR", "DELTA")): (2700, _FAR),
@@ -66,7 +66,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "score_bounded_kernel", ("PAIRS",)): (160, "168 registers took 0.355 ms, as many as wanted 0.384 (H200, KDA)"),
     (("sm_90",), "score_bounded_kernel", ("PACKED", "PAIRS")): (344, "the same, and rows the copy engine cannot move"),
     (("sm_90",), "score_bounded_kernel", ("not PAIRS",)): (760, "few channels and fp32 gates; not measured"),
-    (("sm_90",), "value_output_kernel", ()): (64, "rows out of reach meet level by level; 64 channels as of the gradients"),
+    (("sm_90",), "value_output_kernel", ()): (128, "rows out of reach meet level by level; 64 channels as of the gradients"),
     (("sm_90",), "state_pass_kernel", ("DELTA",)): (280, _SCAN),
     (("sm_90",), "state_pass_kernel", ("REVERSE", "OUTPUT")): (
         32, "a head's decays between all pairs stay in registers: f+b 0.61 ms, else 0.68 (H200)",
@@ -75,6 +75,8 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_80", "sm_100"), "state_pass_kernel", ("BK=256", "not DELTA")): (544, _ELSEWHERE),
     (("sm_90",), "state_pass_kernel", ("BK=256", "DELTA")): (576, _SCAN),
     (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE")): (336, _SCAN),
+    (("sm_90",), "state_pass_kernel", ("DELTA", "BEFORE", "BK=256")): (784, _SCAN),
+    (("sm_90",), "grad_blocks_kernel", ("not DELTA", "SPLIT")): (8, "float32, two warps: they do not make products over"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA")): (480, _SCAN),
     (("sm_90",), "state_pass_kernel", ("PACKED", "not DELTA")): (104, _SCAN),
     (("sm_90",), "state_pass_kernel", ("LOW_RANK",)): (192, _SCAN),
@@ -87,7 +89,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),
     (("sm_80", "sm_90"), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
-    (SERVED, "recurrent_kernel", ("TREE",)): (600, "the first state beside the one that a token goes on from; not measured"),
+    (SERVED, "recurrent_kernel", ("TREE",)): (712, "the first state beside the one that a token goes on from; not measured"),
     (("sm_90",), "conv_kernel", ("GRAD", "PARTS")): (8, "four programs side by side: 0.236 ms of packed rows, else 0.254 (H200)"),
     (SERVED, "recurrent_kernel", ("COLUMN", "not V_FIRST")): (600, "256 keys: a thread has numbers of 16; at 128 next to none"),
     (("sm_100",), "state_pass_kernel", ("DELTA",)): (104, "not measured on such a card; the largest scan under gates per key"),
