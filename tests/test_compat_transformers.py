@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 if importlib.util.find_spec("fla") is not None:
     pytest.skip("fla is installed: transformers would bind it, and its fallback could not be compared with", allow_module_level=True)
 
-from compat_case import CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
+from compat_case import APART, CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
 from transformers import StaticCache  # noqa: E402
 
 from chunkwise.models.cache import CACHE_FIELD as CACHE  # noqa: E402
@@ -103,6 +103,40 @@ def test_without_the_drop_in_packed_documents_leak_or_are_refused(name):
             assert "packed" in str(refused)
         with drop_in():
             assert moved() == 0
+
+
+told = pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
+
+
+def moved_by_the_first(name, by):
+    """By how much another first document, told by nothing but `by`, moves the others' logits; what the patch said of the model."""
+    model, x = tiny(name), ids(1, CU[-1])
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(CU)])[None]
+    changed, told = x.clone(), positions if by == "position_ids" else torch.tensor(CU, dtype=torch.int32)
+    changed[:, : CU[1]] = ids(1, CU[1], seed=7)
+    with drop_in() as patch, torch.no_grad():
+        a, b = (model(t, **{by: told}, use_cache=False).logits[:, CU[1] :] for t in (x, changed))
+        lines = [line for line in str(patch).splitlines() if f".{type(model).__name__}: packed" in line]
+    return (a - b).abs().max(), lines
+
+
+@told
+@pytest.mark.parametrize("name", APART)
+def test_models_said_to_keep_documents_apart_do(name, by):
+    moved, lines = moved_by_the_first(name, by)
+    assert moved == 0 and [line.partition(": ")[2] for line in lines] == ["packed documents kept apart"]
+
+
+@told
+def test_a_model_whose_scan_is_not_ours_is_not_said_to_keep_documents_apart(by):
+    from transformers.models.bamba import modeling_bamba as m
+
+    forward = m.BambaForCausalLM.forward
+    moved, lines = moved_by_the_first("bamba", by)
+    assert moved > 0 and len(lines) == 1 and ": packed documents NOT kept apart, its scan is not ours (mamba_ssm." in lines[0]
+    with drop_in() as patch:
+        assert m.BambaForCausalLM.forward is forward and lines[0] in patch.not_apart
+        assert not any("Bamba" in line and "documents" in line for line in patch.replaced)
 
 
 def test_position_ids_that_begin_anew_in_several_rows_are_refused():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from model_case import KINDS, build, config, gradients, ids, kinds, wide
 from nn_agreement import agree
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import softplus
 
 from chunkwise.models import ChunkwiseForCausalLM
@@ -55,6 +55,37 @@ def test_sharded_model_initialises_and_trains_like_any_other(kind, mesh):
         loss.backward()
     assert torch.equal(*losses)
     assert all(torch.equal(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "mamba2"])
+def test_in_half_precision_the_layer_sees_its_gates_in_float32(kind, mesh):
+    """The recipe of docs/models.md: the policy on the feed-forward layers, autocast for the rest. On a whole block it rounds gates."""
+    half, x = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), ids(1, 20)
+
+    def trained(model, autocast=True):
+        seen, block = {}, model.model.layers[1]
+        block.attn.register_forward_pre_hook(lambda m, _: seen.update({n: getattr(m, n).dtype for n in m.keep_float32}))
+        block.mlp.register_forward_pre_hook(lambda m, _: seen.update(mlp=next(m.parameters()).dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x, labels=x).loss
+        loss.backward()
+        return loss, seen
+
+    model, careless, plain = (build(**KINDS[kind]).train() for _ in range(3))
+    for block in model.model.layers:
+        fully_shard(block.mlp, mesh=mesh, mp_policy=half)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss, seen = trained(model)
+    assert seen.pop("mlp") is torch.bfloat16 and {"A_log", "dt_bias"} <= seen.keys() and {*seen.values()} == {torch.float32}
+    assert torch.equal(loss, trained(plain)[0])
+    for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad.dtype is torch.float32 and torch.equal(p.grad.full_tensor(), q.grad), n
+    for block in careless.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=half)
+    fully_shard(careless, mesh=mesh, mp_policy=half)
+    assert trained(careless, autocast=False)[1]["A_log"] is torch.bfloat16
 
 
 def one_of_two(rank, file, names):

@@ -1,4 +1,4 @@
-"""transformers' models that are imported already, handed over to chunkwise; packed documents kept apart in all of their layers."""
+"""transformers' models that are imported already, handed over to chunkwise; packed documents kept apart where all of their layers can."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
 AXES = 3  # of positions in text, images and videos: time, height, width
+PROVED = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2", "bailing_hybrid")  # in tests/test_compat_transformers.py
 CACHES = ("cache", "past_key_values")  # transformers' names for the argument, newer and older
 
 
 @dataclass
 class Patch:
-    """What `patch_transformers` changed. `undo()`, or leaving the `with` block, puts everything back; printed, it is the list."""
+    """What `patch_transformers` changed. `undo()`, or leaving the `with` block, puts everything back; printed, it is the list.
+
+    not_apart: the models in which packed documents go on reading one another, and why; they keep their own forward.
+    """
 
     installation: Installation
     replaced: list[str] = field(default_factory=list)
     changes: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, name, before, now
+    not_apart: list[str] = field(default_factory=list)
 
     def change(self, owner: Any, name: str, now: Any, said: str) -> None:
         self.changes.append((owner, name, vars(owner)[name], now))
@@ -40,7 +45,7 @@ class Patch:
             if vars(owner).get(name) is now:
                 setattr(owner, name, before)
         self.installation.undo()
-        self.changes, self.replaced = [], []
+        self.changes, self.replaced, self.not_apart = [], [], []
 
     def __enter__(self) -> Patch:
         return self
@@ -49,18 +54,20 @@ class Patch:
         self.undo()
 
     def __str__(self) -> str:
-        return "\n".join(self.replaced) or "nothing to replace: no model that uses fla or causal_conv1d is imported"
+        nothing = ["nothing to replace: no model that uses fla or causal_conv1d is imported"]
+        return "\n".join((self.replaced or nothing) + self.not_apart)
 
 
 def patch_transformers(*, replace: bool = False) -> Patch:
     """Make transformers' models run on chunkwise, those imported already and, through `install_as_fla`, those imported later.
 
     Functions: whatever a model binds from fla and causal_conv1d. Output norms: root mean square norms with a gate become one pass.
-    Models: documents that a call packs into one row, told by
+    Models all of whose scans are of these packages: documents that a call packs into one row, told by
     `cu_seq_lens_q` or by `position_ids` that begin anew (without a cache), reach every layer: the convolutions and recurrences of the
     linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. An attention_mask of ones
     beside them is taken off. Reading `position_ids` synchronises with a GPU once a call, reading a mask beside documents once more,
-    `cu_seq_lens_q` never; under torch.compile position ids alone are not read.
+    `cu_seq_lens_q` never; under torch.compile position ids alone are not read. Models with a scan of another package (Mamba's kinds: its
+    documents would go on reading one another) are left as they are, and listed as not kept apart.
 
     Args:
         replace: take over from fla and causal_conv1d where they are imported already.
@@ -83,12 +90,19 @@ def patch_transformers(*, replace: bool = False) -> Patch:
 
                 made[id(current)] = use_kernel_func_from_hub_with_fallback(function, package)(fallback)
             patch.change(module, name, made[id(current)], f"{module.__name__}.{name} -> {package}.{function} of chunkwise")
-        if names or any(_binding(f) for f in vars(module).values()):
+        packages = {inner["package"]: inner["func_name"] for f in vars(module).values() if (inner := _binding(f))}
+        if packages.keys() & {FLA, CONV}:
             for cls in _norms(module):
                 patch.change(cls, "forward", _normed(cls.forward), f"{module.__name__}.{cls.__name__} -> chunkwise.nn.rms_norm")
+            foreign = [f"{package}.{function}" for package, function in packages.items() if package not in (FLA, CONV)]
+            proved = module.__name__.removeprefix(MODELS).partition(".")[0] in PROVED
+            said = "packed documents kept apart" if proved else "packed documents handed to its layers, which nothing here has tested"
             for cls in _models(module):
-                if not hasattr(cls.forward, "__chunkwise_documents__"):
-                    patch.change(cls, "forward", _documents(cls.forward), f"{module.__name__}.{cls.__name__}: packed documents kept apart")
+                name = f"{module.__name__}.{cls.__name__}"
+                if foreign:
+                    patch.not_apart.append(f"{name}: packed documents NOT kept apart, its scan is not ours ({foreign[0]})")
+                elif not hasattr(cls.forward, "__chunkwise_documents__"):
+                    patch.change(cls, "forward", _documents(cls.forward), f"{name}: {said}")
     return patch
 
 
@@ -97,7 +111,7 @@ def _binding(value: Any) -> Mapping[str, Any] | None:
     while inspect.isfunction(value):
         inner = inspect.getclosurevars(value).nonlocals if value.__closure__ and "torch_function" in value.__code__.co_freevars else {}
         if {"torch_function", "func_name", "package", "implementation"} <= inner.keys():
-            return inner if inner["package"] in (FLA, CONV) else None
+            return inner
         value = getattr(value, "__wrapped__", None)
     return None
 
