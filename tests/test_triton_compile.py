@@ -89,6 +89,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),
     (("sm_80", "sm_90"), "recurrent_kernel", ("ERASE",)): (8, "in one or two of all its builds; not measured apart"),
+    (("sm_90", "sm_100"), "recurrent_kernel", ("RAW", "not V_FIRST")): (8, "a token is held while its state comes; not measured"),
     (SERVED, "recurrent_kernel", ("TREE",)): (712, "the first state beside the one that a token goes on from; not measured"),
     (("sm_90",), "conv_kernel", ("GRAD", "PARTS")): (8, "four programs side by side: 0.236 ms of packed rows, else 0.254 (H200)"),
     (SERVED, "recurrent_kernel", ("COLUMN", "not V_FIRST")): (600, "256 keys: a thread has numbers of 16; at 128 next to none"),
