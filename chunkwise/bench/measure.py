@@ -129,7 +129,7 @@ def free(device: torch.device) -> None:
 @contextmanager
 def frozen() -> Iterator[None]:
     """What lives now is not looked through by the collector inside: of all that libraries keep, that took half of a row's time, at every
-    `free` and capture. Afterwards it is as before, so it is for whoever owns the process."""
+    `free` and capture. Afterwards all is looked through, also what was frozen before: it is for whoever owns the process."""
     gc.collect()
     gc.freeze()
     try:
