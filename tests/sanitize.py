@@ -1,6 +1,6 @@
 """Every kernel at small sizes, for NVIDIA's compute-sanitizer to watch: `compute-sanitizer --tool memcheck python tests/sanitize.py`.
 
-Needs a GPU. Options: names of members, "steps", "pieces" and "modules"; none: all of it; --few: a case or two of each.
+Needs a GPU. Options: names of members, "steps", "pieces", "parallel" and "modules"; none: all of it; --few: a case or two of each.
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor memory of its own, so that a step over its end is seen. A result that is not finite
 stops it: numbers are the other tests' affair.
 """
@@ -17,7 +17,7 @@ import test_nn_gpu
 import torch
 from oracle import Case, make, with_gradients
 
-from chunkwise import decode
+from chunkwise import decode, nn
 from chunkwise.engine import stages_triton
 from chunkwise.engine.cut import Cut
 from chunkwise.spec import Op, Rule, Streams, all_ops
@@ -41,9 +41,9 @@ def finite(made: Mapping[str, torch.Tensor], what: str) -> None:
     print(what, flush=True)
 
 
-def call(op: Op, case: Case, dtype: torch.dtype, what: str) -> None:
+def call(op: Op, case: Case, dtype: torch.dtype, what: str, form: str = "chunk") -> None:
     drawn = make(op, case, dtype)
-    o, S = op(drawn.x, output_final_state=True, chunk_size=case.chunk, **drawn.options)
+    o, S = op(drawn.x, form=form, output_final_state=True, chunk_size=case.chunk, **drawn.options)
     finite(with_gradients(o, S, drawn.leaves()), f"{op.name} {what} {dtype}")
 
 
@@ -83,11 +83,14 @@ def modules() -> None:
         leaves = [test_nn_gpu.draw(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
         made, _ = test_nn_gpu.with_gradients(function, leaves, "cuda", torch.bfloat16)
         finite({str(i): t for i, t in enumerate(made)}, f"modules: {name}")
+    x, w, b, pool = (test_nn_gpu.draw(*shape, dtype=torch.bfloat16).cuda() for shape in [(3, 300), (300, 4), (300,), (4, 300, 4)])
+    y = nn.causal_conv1d_update(x, pool, w, b, "silu", torch.tensor([2, -1, 0], device="cuda"))
+    finite({"y": y, "states": pool}, "modules: conv step in a pool")
 
 
 def main(wanted: list[str]) -> None:
     oracle.DEVICE = torch.device("cuda")
-    known = [*all_ops(), "steps", "pieces", "modules"]
+    known = [*all_ops(), "steps", "pieces", "parallel", "modules"]
     few = "--few" in wanted
     wanted = [name for name in wanted if name != "--few"]
     if unknown := set(wanted) - set(known):
@@ -104,6 +107,10 @@ def main(wanted: list[str]) -> None:
                 if op.passes is None:
                     with pieces(Cut((2, 1, 1, 2))):
                         call(op, LONG, torch.bfloat16, "in pieces")
+        elif name == "parallel":
+            for op in some:
+                for what in ("odd", "packed") if op.parallel else ():
+                    call(op, CASES[what], torch.bfloat16, f"{what}, as a whole", form="parallel")
         else:
             member(all_ops()[name], few)
 
