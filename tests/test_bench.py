@@ -335,10 +335,12 @@ def test_the_grid_is_a_line_for_a_shape_and_a_column_for_a_member():
     alone = [row(OURS, 0.5, case=wide, absent={"fla-core": "K <= 256"}, **{"pass": p}) for p in BOTH]
     text = table.TABLES["speed of the grid"]([*one, *kda, *alone, row(OURS, 0.5)])
     assert "| | gla | kda |" in text and "| 64 channels | 2.50 / 2.50 | - / ? |" in text and "| 64 channels | 0.62 / 0.62 | - / ? |" in text
-    assert "| 256, 512 channels | - / - | ? / ? |" in text and "S1" not in text
+    assert "| 256, 512 channels | refused / refused | ? / ? |" in text and "S1" not in text
     assert "- fla-core: K <= 256 (gla, 256, 512 channels, forward; gla, 256, 512 channels, forward+backward)\n" in text
     assert "- at commit c1: 64 channels (gla, kda); 256, 512 channels (gla)\n" in text
     assert "- fla-core: o is off (kda, 64 channels, forward)\n" in text and "| 0.5 / 2 | 1.25 / 1.25 |" in text
+    late = row(OURS, 0.5, case=wide, absent={"fla-core": f"{TookTooLong.SAYS} 60 s"})
+    assert "| 256, 512 channels | ? / ? |" in table.markdown([late], "grid")
     assert "64 channels" not in table.markdown([*one, row(OURS, 0.5)])
 
 

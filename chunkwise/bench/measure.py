@@ -36,6 +36,8 @@ PASSES = {"forward": False, "forward+backward": True}
 class TookTooLong(RuntimeError):
     """A first call outlasted what it was given."""
 
+    SAYS = "its first call took more than"
+
 
 @contextmanager
 def limit(seconds: float | None) -> Iterator[None]:
@@ -45,7 +47,7 @@ def limit(seconds: float | None) -> Iterator[None]:
         return
 
     def ring(*_: Any) -> None:
-        raise TookTooLong(f"its first call took more than {seconds:.0f} s")
+        raise TookTooLong(f"{TookTooLong.SAYS} {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)

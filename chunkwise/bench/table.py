@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import GRID, SHAPES, SIZES
-from .measure import OURS, PASSES
+from .measure import OURS, PASSES, TookTooLong
 
 BEGIN = "<!-- {}: made by `chunkwise bench --table` from bench/results; do not edit -->"
 END = "<!-- {}: end -->"
@@ -219,9 +219,12 @@ def _commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _times_faster(run: Mapping[str, Mapping[str, Any]] | None, key: str) -> str:
-    """-: ours alone has such a time; ?: not measured. A time of queued calls holds launches too: it is no time of the device."""
+    """refused: by others, whose words stand below the table; -: ours alone has such a time; ?: not measured. A time of queued calls holds
+    launches too: it is no time of the device."""
     if run is None or run[OURS]["wrong"]:
         return "?" if run is None else "wrong"
+    if set(run) == {OURS} and run[OURS]["absent"]:
+        return "?" if any(why.startswith(TookTooLong.SAYS) for why in run[OURS]["absent"].values()) else "refused"
     queued = {who for who, r in run.items() if key == "ms" and r.get("method") == "queued" != run[OURS]["method"]}
     others = [r[key]["p50"] for who, r in run.items() if who not in (OURS, *queued) and not r["wrong"] and "floor_ms" in r]
     return f"{min(others) / run[OURS][key]['p50']:.2f}" if others else "-"
