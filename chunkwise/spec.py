@@ -125,7 +125,22 @@ class Options(PlainOptions, total=False):
     use_qk_l2norm_in_kernel: bool  # q and k (and comba's p) divided by sqrt(sum of squares + 1e-6)
 
 
-class RawGateOptions(Options, total=False):
+class InverseOptions(PlainOptions, total=False):
+    """Those of members that correct what they write: their chunk form inverts a triangle a chunk.
+
+    Kernels make that inverse of products of float32 numbers, of all digits ("ieee", 24 bits), 22 ("tf32x3"), 16 ("bf16x3"), 11 ("tf32")
+    or 8 ("bf16"); "auto": as `precision` says, of 16-bit inputs 16 bits. docs/facts/gates.md has their errors and times. The recurrent
+    form has no inverse; on a CPU it is made in the type that everything is computed in.
+    """
+
+    inverse_precision: str
+
+
+class DeltaOptions(Options, InverseOptions, total=False):
+    """Both."""
+
+
+class RawGateOptions(DeltaOptions, total=False):
     """Further keyword arguments of members whose layers hand over raw gates."""
 
     use_gate_in_kernel: bool  # g is raw: g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))
@@ -144,7 +159,8 @@ class GateOptions(RawGateOptions, total=False):
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     dict(
         scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None,
-        use_qk_l2norm_in_kernel=False, state_v_first=False, chunk_size=64, precision="ieee", backend="auto", form="auto",
+        use_qk_l2norm_in_kernel=False, state_v_first=False, chunk_size=64, precision="ieee", inverse_precision="auto",
+        backend="auto", form="auto",
         use_gate_in_kernel=False, A_log=None, dt_bias=None, lower_bound=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     )
 )  # fmt: skip

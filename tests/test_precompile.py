@@ -95,7 +95,7 @@ def test_many_long_sequences_are_asked_for_too(monkeypatch):
     monkeypatch.setattr(runtime.driver, "_active", module._StandIn("sm_90"))
 
     def heard(*loads):
-        made = module.launches("linear_attn", "bfloat16", 16, 16, 1, False, 64, "ieee", ("prefill",), loads)
+        made = module.launches("linear_attn", "bfloat16", 16, 16, 1, False, 64, "ieee", "auto", ("prefill",), loads)
         return {launch.data for launch in made}
 
     with monkeypatch.context() as m:
@@ -158,6 +158,7 @@ REFUSALS = {
     "way": ("--way sideways", "ways must be among training"),
     "chunk": ("--chunk 48", "chunk_size must be among 16, 32, 64"),
     "precision": ("--precision low", "precision must be among ieee, tf32"),
+    "inverse precision": ("--inverse-precision low", "inverse_precision must be among auto, ieee, tf32x3"),
     "unmeasured card": ("--card abacus", "there are no measured configs of 'abacus' (there are: "),
     "jobs": ("--jobs -1", "--jobs must be at least 0"),
 }

@@ -119,9 +119,9 @@ def enough(arch: str, launches: list[Launch]) -> list[Launch]:
     return cover(launches, 2 if arch == "sm_90" else 1)
 
 
-def built(arch: str, kinds: Iterable[tuple], ways: tuple[str, ...], loads: tuple, kernels: str = "") -> list[Built]:
+def built(arch: str, kinds: Iterable[tuple], ways: tuple[str, ...], loads: tuple, kernels: str = "", inverse: str = "auto") -> list[Built]:
     """Enough of what calls of these kinds (op, dtype, (K, V), value heads a key head, whether packed) launch; of some kernels alone."""
-    calls = [(op, dtype, K, V, group, packed, 64, "ieee", ways, loads) for op, dtype, (K, V), group, packed in kinds]
+    calls = [(op, dtype, K, V, group, packed, 64, "ieee", inverse, ways, loads) for op, dtype, (K, V), group, packed in kinds]
     choose = lambda heard: enough(arch, [x for x in heard if not kernels or x.name.rpartition(".")[2] in kernels.split()])
     return precompiled(arch, launches, calls, jobs(), choose=choose)
 

@@ -22,6 +22,7 @@ def precompile(
     way: Annotated[list[str] | None, typer.Option(help="training, prefill, ...; again for more; none: all.")] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk: 16, 32 or 64.")] = 64,
     precision: Annotated[str, typer.Option(help="Of float32 products: ieee or tf32.")] = "ieee",
+    inverse_precision: Annotated[str, typer.Option(help="Of the inverse: auto, ieee, tf32x3, bf16x3, tf32 or bf16.")] = "auto",
     modules: Annotated[str | None, typer.Option(help="D,K,V: convolutions, norms, loss of that width, head, vocabulary too.")] = None,
     card: Annotated[str, typer.Option(help="A card whose measured configs to build: nvidia_h200; see chunkwise tune.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
@@ -53,7 +54,7 @@ def precompile(
         with refusing(ValueError, RuntimeError):
             made = build(
                 arch, op, dtypes=dtype or ("bfloat16",), sizes=sizes, groups=group or (1,), ways=way or tuple(WAYS), chunk_size=chunk,
-                precision=precision, jobs=jobs or None, card=card, heard=heard,
+                precision=precision, inverse_precision=inverse_precision, jobs=jobs or None, card=card, heard=heard,
             )  # fmt: skip
         if width is not None:
             from chunkwise.nn.launch.sample import launches

@@ -17,7 +17,7 @@ from .problem import bare, given, placed, problem
 from .prologue import check_prologue
 from .raw import RAW, raw_streams
 
-NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "form")
+NOT_HERE = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_size", "precision", "inverse_precision", "form")
 
 _LIBRARY = torch.library.Library("chunkwise", "FRAGMENT")
 _WHERE = "Tensor? cu_seqlens, Tensor? index, Tensor? into, Tensor? accepted, Tensor? parents, bool v_first"

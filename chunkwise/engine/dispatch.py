@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
+INVERSES = ("auto", "ieee", "tf32x3", "bf16x3", "tf32", "bf16")  # see spec.InverseOptions
 WIDEST = 512  # key channels that the chunk kernels take; value channels where gates are per value
 WIDEST_FLOAT32 = 256  # and those of float32
 RECURRENT_WIDEST = 1024  # and the recurrent one
@@ -162,13 +163,16 @@ def run(
         raise ValueError(f"{op.name}: cu_seqlens_cpu needs cu_seqlens")
     if o["precision"] not in ("ieee", "tf32"):
         raise ValueError(f"{op.name}: precision must be 'ieee' or 'tf32', got {o['precision']!r}")
+    inverse = o.get("inverse_precision", "auto")
+    if inverse not in INVERSES:
+        raise ValueError(f"{op.name}: inverse_precision must be one of {', '.join(INVERSES)}, got {inverse!r}")
     if isinstance(o["scale"], bool) or not (o["scale"] is None or is_number(o["scale"])):
         raise TypeError(f"{op.name}: scale must be a number, got {o['scale']!r}")
     if S0 is not None:
         if slots is None:
             _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)
         S0 = S0.mT if o["state_v_first"] else S0
-    asked = (o["form"], o["backend"], o["chunk_size"], o["precision"], o["scale"], bool(o["output_final_state"]))
+    asked = (o["form"], o["backend"], o["chunk_size"], o["precision"], inverse, o["scale"], bool(o["output_final_state"]))
     scan = Scan(op, choose, *asked, cu, cpu, slots, passes)
     made = recurrent_form(scan, inputs, S0, o) if device.type != "cpu" else None
     if made is None:

@@ -25,7 +25,7 @@ from .problem import Problem, compute_dtype, given, partition, problem
 
 STREAM_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? e, Tensor? u"
 _INPUTS = f"{STREAM_INPUTS}, Tensor? S0"
-_SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision"
+_SWITCHES = "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str gate, str rule, str plan, int chunk, float scale, str precision, str inverse"
 _LIBRARY = torch.library.Library("chunkwise", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_SWITCHES}, bool final, bool save) -> (Tensor o, Tensor ST, Tensor saved)")
 _LIBRARY.define(
@@ -50,12 +50,14 @@ def resolve(
     chunk: int,
     scale: float,
     precision: str,
+    inverse: str,
 ) -> tuple[Any, Problem, Streams]:
     """The plan, the problem and the streams that an operator's arguments stand for."""
     x, ways = Streams(*streams), PLANS[plan]()
     own = hasattr(ways, "chunk")  # kernels choose the chunk's length, and no row is too short for it
     chunk = ways.chunk(x.q.dtype, x.q.shape[-1], chunk) if own else chunk
-    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), chunk=chunk, exact=own, scale=scale, precision=precision)
+    switches: dict[str, Any] = dict(chunk=chunk, exact=own, scale=scale, precision=precision, inverse=inverse)
+    p = problem(x, cu, cu_cpu, gate=Gate(gate), rule=Rule(rule), **switches)
     return ways, p, x
 
 
@@ -323,6 +325,7 @@ def recurrence(
     chunk: int,
     scale: float,
     precision: str,
+    inverse: str,
     final: bool,
     grad: bool,
     slots: Sequence[int] | None = None,
@@ -336,13 +339,13 @@ def recurrence(
         if slots is not None:
             raise ValueError("chunkwise engine: a call that is traced or watched cannot work in a pool")
         if carried(*x, S0):  # tangents go along with PyTorch's own operators
-            p = problem(x, cu, cu_cpu, gate=gate, rule=rule, chunk=chunk, scale=scale, precision=precision)
+            p = problem(x, cu, cu_cpu, gate=gate, rule=rule, chunk=chunk, scale=scale, precision=precision, inverse=inverse)
             o, ST = formula(p, x, S0)
             return o, ST if final else None
         call = Traced.apply if grad or transformed() else torch.ops.chunkwise.forward
-        o, ST, _ = call(*apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, final, grad)
+        o, ST, _ = call(*apart(*x, S0), cu, cu_cpu, gate.value, rule.value, plan, chunk, scale, precision, inverse, final, grad)
         return o, ST if final else None
-    made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision)
+    made, p, x = resolve(x, cu, cu_cpu, gate, rule, plan, chunk, scale, precision, inverse)
     if grad and x.g is not None and not x.g.requires_grad:
         p = replace(p, fixed=True)
     how: dict[str, Any] = {}

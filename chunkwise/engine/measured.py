@@ -31,7 +31,8 @@ def key(kernel: str, p: Problem) -> Key:
     """What a measurement holds for: a kernel of a cell, type and head sizes, and, to a power of two, the heads of all sequences."""
     heads = power_of_two(p.N * p.HV + 1) // 2
     cell = str(p.gate), str(p.rule), p.bonus, p.erase, p.before
-    return kernel, *cell, str(p.dtype).removeprefix("torch."), p.precision, p.K, p.V, p.C, heads, p.cu_seqlens is not None
+    products = p.precision if p.inverse == "auto" else f"{p.precision}, inverse {p.inverse}"
+    return kernel, *cell, str(p.dtype).removeprefix("torch."), products, p.K, p.V, p.C, heads, p.cu_seqlens is not None
 
 
 def file_name(card: str) -> str:

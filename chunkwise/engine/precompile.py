@@ -30,7 +30,7 @@ from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .crew import Crew
 from .cut import LONG
 from .decode import decode, step
-from .dispatch import CHUNKS, choose, run
+from .dispatch import CHUNKS, INVERSES, choose, run
 from .library import BESIDE, STREAMS, resolve
 from .measured import cards
 from .plan import BACKWARD_KERNELS, KERNELS
@@ -220,15 +220,20 @@ def hear(run: Callable[[], None]) -> list[Launch]:
 
 
 def launches(
-    op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, ways: tuple[str, ...], loads: tuple[Any, ...]
-) -> list[Launch]:
+    op: str, dtype: str, K: int, V: int, group: int, packed: bool, chunk: int, precision: str, inverse: str, ways: tuple[str, ...],
+    loads: tuple[Any, ...],
+) -> list[Launch]:  # fmt: skip
     """What calls of a member launch under the driver of this process."""
+
+    options = dict(chunk_size=chunk, precision=precision, backend="auto")
+    if "inverse_precision" in all_ops()[op].defaults:
+        options["inverse_precision"] = inverse
 
     def run() -> None:
         for way, (T, HV), B in product(ways, loads, (1, MANY)):
             if HV % group == 0 and (B == 1 or not packed and (WAYS[way].tokens or T >= LONG)):
                 sizes = {**EXTRA_SIZES, "B": B, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
-                _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, chunk_size=chunk, precision=precision, backend="auto")
+                _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, **options)
 
     return hear(run)
 
@@ -314,6 +319,7 @@ def precompile(
     loads: Sequence[tuple[int, int]] = LOADS,
     chunk_size: int = 64,
     precision: str = "ieee",
+    inverse_precision: str = "auto",
     jobs: int | None = None,
     card: str = "",
     heard: Callable[[Built, int], None] = lambda built, of: None,
@@ -321,6 +327,7 @@ def precompile(
     """Build every kernel that calls of `ops` (names; None: all members) launch on a card of `arch`, into Triton's cache. Needs no GPU.
 
     dtypes of q, k, v; sizes: (K, V) channels of a key and a value; groups: value heads a key head; packed: without and with cu_seqlens;
+    inverse_precision: of members that take it;
     ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), which decide how work is cut up;
     jobs: worker processes, one a core by default; card: whose measured configs to build, a name in measured.cards().
     heard(built, how many in all) is called after each kernel.
@@ -334,6 +341,7 @@ def precompile(
     _check("ways", ways, WAYS)
     _check("chunk_size", [chunk_size], CHUNKS)
     _check("precision", [precision], ("ieee", "tf32"))
+    _check("inverse_precision", [inverse_precision], INVERSES)
     if card and card not in cards():
         known = f"(there are: {', '.join(cards()) or 'none'})"
         raise ValueError(f"precompile: there are no measured configs of {card!r} {known}; `chunkwise tune` makes them on the card")
@@ -349,7 +357,7 @@ def precompile(
         raise RuntimeError("precompile: Triton's interpreter is on (TRITON_INTERPRET): it runs kernels without building them")
     jobs = jobs or len(os.sched_getaffinity(0))
     calls = [
-        (op, dtype, K, V, group, pack, chunk_size, precision, tuple(ways), tuple(loads))
+        (op, dtype, K, V, group, pack, chunk_size, precision, inverse_precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
     ]
     return build(arch, launches, calls, jobs, heard, card)

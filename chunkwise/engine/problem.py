@@ -73,6 +73,7 @@ class Problem:
     key: object  # the same in all calls of these sizes and switches
     cu_seqlens: Tensor | None  # [N + 1] on the inputs' device
     cu_seqlens_cpu: Tensor | None
+    inverse: str = "auto"  # precision of the products that make T
     fixed: bool = False  # nobody asks for the gate's gradient
 
     @property
@@ -99,7 +100,7 @@ def placed(p: Problem, cu: Tensor | None) -> Problem:
 @lru_cache(maxsize=1024)
 def record(
     q: tuple[int, ...], v: tuple[int, ...], packed: int | None, dtype: torch.dtype, gate: Gate, rule: Rule, chunk: int, scale: float,
-    precision: str, exact: bool, bonus: bool, erase: bool, before: bool,
+    precision: str, inverse: str, exact: bool, bonus: bool, erase: bool, before: bool,
 ) -> Problem:  # fmt: skip
     """The problem of sizes and switches, its offsets left out."""
     B, T, H, K = q
@@ -110,7 +111,7 @@ def record(
     ahead = min(C, SHORT) if chunk and HV * K * V >= LARGE else C  # never by N: a sample's bits do not depend on its batch
     return Problem(
         gate, rule, B, T, H, HV, K, V, N, C, ahead, *partition(gate, N, T, HV, max(K, V), chunk), scale, bonus=bonus, erase=erase,
-        before=before, precision=precision, dtype=dtype, key=object(), cu_seqlens=None, cu_seqlens_cpu=None,
+        before=before, precision=precision, inverse=inverse, dtype=dtype, key=object(), cu_seqlens=None, cu_seqlens_cpu=None,
     )  # fmt: skip
 
 
@@ -124,11 +125,12 @@ def problem(
     chunk: int,
     scale: float,
     precision: str,
+    inverse: str = "auto",
     exact: bool = False,
 ) -> Problem:
     """Read the sizes off the streams. A chunk is no longer than the row needs, unless `exact`; chunk = 0 takes the whole row as one."""
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     before = x.a is not None
-    switches = (x.q.dtype, gate, rule, chunk, scale, precision, exact, x.u is not None, before or x.e is not None, before)
+    switches = (x.q.dtype, gate, rule, chunk, scale, precision, inverse, exact, x.u is not None, before or x.e is not None, before)
     p = record(x.q.shape, x.v.shape, packed, *switches)
     return p if packed is None else replace(p, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)

@@ -29,6 +29,7 @@ class Scan:
     backend: str
     chunk_size: int
     precision: str
+    inverse: str
     scale: float | None
     final: bool  # the caller wants the last state
     cu_seqlens: Tensor | None
@@ -55,7 +56,7 @@ class Scan:
         )
         return recurrence(
             x, S0, cu, cpu, gate=cell.gate, rule=cell.rule, plan=c.plan, chunk=c.chunk, scale=scale, precision=precision or self.precision,
-            final=self.final, grad=grad, slots=self.slots, passes=self.passes,
+            inverse=self.inverse, final=self.final, grad=grad, slots=self.slots, passes=self.passes,
         )  # fmt: skip
 
     def scaled(self, x: Streams) -> float:

@@ -109,9 +109,15 @@ def products(p: Problem) -> str:
     return "tf32" if p.dtype != torch.float32 else exact(3) if p.precision == "ieee" else p.precision
 
 
-def solves(p: Problem) -> str:
-    """input_precision of the fp32 products inside the inverse."""
+def sums(p: Problem) -> str:
+    """input_precision of fp32 products that no caller chooses: of maps between pieces, and what the inverse's are unless one does."""
     return products(p) if p.dtype == torch.float32 else exact(2)
+
+
+def solves(p: Problem) -> str:
+    """How the fp32 products inside the inverse are made, see kernels/inverse.py."""
+    chosen = {"auto": sums(p), "ieee": exact(3), "bf16x3": exact(2), "bf16": "bf16x1"}  # Triton takes "bf16" for a type, where it preloads
+    return chosen.get(p.inverse, p.inverse)
 
 
 def switches(p: Problem) -> dict[str, object]:
@@ -296,7 +302,7 @@ def starts(
     found = carried_room(p, by, at.most, x.q.device, room, None if carried is None else carried.maps)
     made = (made or Scan())._replace(carried=found)
     scan(p, x, at, S0, T=T, decayed=decayed, do=do, made=made, store=store, ends=True, tokens=tokens, rest=rest)
-    carry(p, by, found, at.cuts, solves(p), reverse=reverse)
+    carry(p, by, found, at.cuts, sums(p), reverse=reverse)
     return found
 
 

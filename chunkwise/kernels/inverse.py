@@ -25,27 +25,30 @@ def halves(x):
 
 
 @triton.jit
-def parts(x):
-    """fp32 as the sum of two bf16: 16 of its 24 bits."""
-    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # its first half: cheaper to cut off than to round
-    return hi.to(tl.bfloat16), (x - hi).to(tl.bfloat16)
+def parts(x, TYPE: tl.constexpr):
+    """fp32 as the sum of two: bf16, 16 of its 24 bits, or tf32 that lie in fp32, 22 of them."""
+    CUT: tl.constexpr = -65536 if TYPE == tl.bfloat16 else -8192
+    hi = (x.to(tl.int32, bitcast=True) & CUT).to(tl.float32, bitcast=True)  # its first digits: cheaper to cut off than to round
+    return hi.to(TYPE), (x - hi).to(TYPE)
 
 
 @triton.jit
 def halved_product(a, b_hi, b_lo, c):
     """a b, plus c unless it is None, of fp32 a and the parts of b."""
-    a_hi, a_lo = parts(a)
-    c = tl.dot(a_lo, b_hi, c)
-    c = tl.dot(a_hi, b_lo, c)
-    return tl.dot(a_hi, b_hi, c)
+    a_hi, a_lo = parts(a, b_hi.dtype)
+    c = tl.dot(a_lo, b_hi, c, input_precision="tf32")
+    c = tl.dot(a_hi, b_lo, c, input_precision="tf32")
+    return tl.dot(a_hi, b_hi, c, input_precision="tf32")
 
 
 @triton.jit
 def product(a, b, IP: tl.constexpr, c=None):
-    """a b, plus c unless it is None."""
-    if IP == "bf16x3":
-        b_hi, b_lo = parts(b)
+    """a b, plus c unless it is None; IP: an input_precision, or "bf16x1", of operands rounded to that."""
+    if IP == "bf16x3" or IP == "tf32x3":
+        b_hi, b_lo = parts(b, tl.bfloat16 if IP == "bf16x3" else tl.float32)
         c = halved_product(a, b_hi, b_lo, c)
+    elif IP == "bf16x1":
+        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), c)
     else:
         c = tl.dot(a, b, c, input_precision=IP)
     return c

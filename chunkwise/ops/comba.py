@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
+from ..spec import Arg, DeltaOptions, Gate, Op, Output, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -31,18 +31,18 @@ COMBA = Op(
         q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), p=Arg("B T H K", unit), g=Arg("B T HV", log_decay, free_dtype=True),
         beta=Arg("B T HV", write_strength, optional=True, free_dtype=True),
     ),
-    step=step, lower=lambda q, k, v, p, g, beta: Streams(q, k, v, g=g, beta=beta, a=p),
+    step=step, options=DeltaOptions, lower=lambda q, k, v, p, g, beta: Streams(q, k, v, g=g, beta=beta, a=p),
     couple=lambda x: {**x, "p": 0.8 * x["k"] + 0.2 * x["p"]},
 )  # fmt: skip
 
 
 def comba(
-    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor | None = None, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor | None = None, **options: Unpack[DeltaOptions]
 ) -> Output:  # fmt: skip
     """Gated delta rule with an erase key of its own.
 
     q, k, p: [B, T, H, K]; v: [B, T, HV, V] of one dtype, HV a multiple of H; p erases, k writes; g: [B, T, HV], natural log of the forget
-    factor, at most 0; beta: [B, T, HV], write strength (None: 1); both of any floating dtype. Options: `chunkwise.spec.Options`.
+    factor, at most 0; beta: [B, T, HV], write strength (None: 1); both of any floating dtype. Options: `chunkwise.spec.DeltaOptions`.
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..draw import unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Rule, Streams
+from ..spec import Arg, DeltaOptions, Gate, Op, Output, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,15 +29,15 @@ DELTA_RULE = Op(
     args=dict(
         q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), beta=Arg("B T HV", write_strength, optional=True, free_dtype=True)
     ),
-    step=step, lower=lambda q, k, v, beta: Streams(q, k, v, beta=beta), parallel=True,
+    step=step, options=DeltaOptions, lower=lambda q, k, v, beta: Streams(q, k, v, beta=beta), parallel=True,
 )  # fmt: skip
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, **options: Unpack[Options]) -> Output:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, **options: Unpack[DeltaOptions]) -> Output:
     """Linear attention with the delta rule.
 
     q, k: [B, T, H, K]; v: [B, T, HV, V] of one dtype, HV a multiple of H; beta: [B, T, HV], write strength, of any floating dtype
-    (None: 1). Options: `chunkwise.spec.Options`.
+    (None: 1). Options: `chunkwise.spec.DeltaOptions`.
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """

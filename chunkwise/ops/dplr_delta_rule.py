@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, InverseOptions, Op, Output, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,16 +31,16 @@ DPLR_DELTA_RULE = Op(
         q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), a=Arg("B T HV K", unit), b=Arg("B T HV K", write_strength),
         g=Arg("B T HV K", log_decay, free_dtype=True),
     ),
-    step=step, lower=lambda q, k, v, a, b, g: Streams(q, k, v, g=g, a=a, b=b), options=PlainOptions,
+    step=step, lower=lambda q, k, v, a, b, g: Streams(q, k, v, g=g, a=a, b=b), options=InverseOptions,
     couple=lambda x: {**x, "b": -x["a"] * x["b"]},
 )  # fmt: skip
 
 
-def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, **options: Unpack[PlainOptions]) -> Output:
+def dplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, **options: Unpack[InverseOptions]) -> Output:
     """Delta rule with a diagonal-plus-low-rank transition.
 
     q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV, K] of one dtype, HV a multiple of H; g: [B, T, HV, K], natural log of the forget
-    factor, at most 0, of any floating dtype. Options: `chunkwise.spec.PlainOptions`.
+    factor, at most 0, of any floating dtype. Options: `chunkwise.spec.InverseOptions`.
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Options, Output, Raw, Rule, Streams
+from ..spec import Arg, DeltaOptions, Gate, Op, Output, Raw, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -53,18 +53,18 @@ GATED_DELTA_PRODUCT = Op(
         q=Arg("B T H K"), k=Arg("B T R H K", unit), v=Arg("B T R HV V"), g=Arg("B T HV", log_decay, optional=True, free_dtype=True),
         beta=Arg("B T R HV", write_strength, optional=True, free_dtype=True),
     ),
-    step=step, lower=lower, passes=passes, raw=raw,
+    step=step, options=DeltaOptions, lower=lower, passes=passes, raw=raw,
 )  # fmt: skip
 
 
 def gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, num_householder: int, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, num_householder: int, **options: Unpack[DeltaOptions]
 ) -> Output:
     """Gated delta rule with R = num_householder steps a token.
 
     q: [B, T, H, K]; k: [B, T * R, H, K]; v: [B, T * R, HV, V] of one dtype, HV a multiple of H, a token's steps one after another;
     g: [B, T, HV], natural log of the forget factor, at most 0 (None: nothing is forgotten); beta: [B, T * R, HV], write strength (None: 1);
-    both of any floating dtype. cu_seqlens counts tokens, not steps. Options: `chunkwise.spec.Options`.
+    both of any floating dtype. cu_seqlens counts tokens, not steps. Options: `chunkwise.spec.DeltaOptions`.
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """

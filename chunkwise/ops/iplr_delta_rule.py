@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..draw import unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, InverseOptions, Op, Output, Rule, Streams
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,15 +27,15 @@ def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tu
 IPLR_DELTA_RULE = Op(
     name="iplr_delta_rule", gate=Gate.NONE, rule=Rule.DPLR, paper="https://arxiv.org/abs/2406.06484",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K", unit), v=Arg("B T HV V"), a=Arg("B T HV K", unit), b=Arg("B T HV K", write_strength)),
-    step=step, lower=lambda q, k, v, a, b: Streams(q, k, v, a=a, b=b), options=PlainOptions, parallel=True,
+    step=step, lower=lambda q, k, v, a, b: Streams(q, k, v, a=a, b=b), options=InverseOptions, parallel=True,
     couple=lambda x: {**x, "b": -x["a"] * x["b"]},
 )  # fmt: skip
 
 
-def iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[PlainOptions]) -> Output:
+def iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[InverseOptions]) -> Output:
     """Delta rule with an identity-plus-low-rank transition.
 
-    q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV, K] of one dtype, HV a multiple of H. Options: `chunkwise.spec.PlainOptions`.
+    q, k: [B, T, H, K]; v: [B, T, HV, V]; a, b: [B, T, HV, K] of one dtype, HV a multiple of H. Options: `chunkwise.spec.InverseOptions`.
     Returns o: [B, T, HV, V] in q's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..draw import log_decay, unit, write_strength
 from ..recurrence import read, write
-from ..spec import Arg, Gate, Op, Output, PlainOptions, Rule, Streams
+from ..spec import Arg, Gate, InverseOptions, Op, Output, Rule, Streams
 
 
 def step(S: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,16 +30,16 @@ RWKV7 = Op(
         r=Arg("B T H K"), w=Arg("B T HV K", log_decay, free_dtype=True), k=Arg("B T H K"), v=Arg("B T HV V"), a=Arg("B T H K", unit),
         b=Arg("B T H K", write_strength),
     ),
-    step=step, lower=lambda r, w, k, v, a, b: Streams(r, k, v, g=w, a=a, b=b), query="r", scale=1.0, options=PlainOptions,
+    step=step, lower=lambda r, w, k, v, a, b: Streams(r, k, v, g=w, a=a, b=b), query="r", scale=1.0, options=InverseOptions,
     couple=lambda x: {**x, "b": -x["a"] * x["b"]},
 )  # fmt: skip
 
 
-def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[PlainOptions]) -> Output:
+def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[InverseOptions]) -> Output:
     """Generalised delta rule with a gate per key channel.
 
     r (the query), k, a, b: [B, T, H, K]; v: [B, T, HV, V] of one dtype, HV a multiple of H; w: [B, T, HV, K], natural log of the forget
-    factor, at most 0, of any floating dtype. Options: `chunkwise.spec.PlainOptions`; scale defaults to 1, as in the paper.
+    factor, at most 0, of any floating dtype. Options: `chunkwise.spec.InverseOptions`; scale defaults to 1, as in the paper.
     Returns o: [B, T, HV, V] in r's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64 inputs), or None.
     Raises ValueError or TypeError naming the argument whose shape, dtype or device does not fit.
     """
