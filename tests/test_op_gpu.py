@@ -8,8 +8,10 @@ import torch
 from oracle import OPS, Case, check, definition, engine, honest, ids, make, twice
 
 from chunkwise.engine.call import forget
+from chunkwise.engine.dispatch import DIGITS
 from chunkwise.engine.explain import choices
 from chunkwise.reference import reference
+from chunkwise.spec import Gate
 
 pytestmark = pytest.mark.gpu
 DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
@@ -73,6 +75,23 @@ def test_second_derivatives_of_what_kernels_compute(op):
     assert equal(first, again) and all(d.requires_grad for d in again)
     want, plain = (twice(lambda d=d: reference(op, call.x, dtype=d, **options), call.leaves()) for d in (torch.float64, None))
     check(twice(run, call.leaves()), want, plain)
+
+
+INVERTING = {(op.rule, op.gate is Gate.KEY): op for op in OPS if "inverse_precision" in op.defaults and op.passes is None}
+
+
+@pytest.mark.parametrize("op", INVERTING.values(), ids=ids)
+def test_an_inverse_has_the_digits_that_were_asked_for(op):
+    """In float32, of keys nearly parallel: outputs and gradients are as far from the truth as those digits say, and not much nearer."""
+    call, errors = make(op, replace(DENSE, T=70, correlated=True), torch.float32), {}
+    truth = definition(call)
+    for way, digits in DIGITS.items():
+        with torch.no_grad():
+            o, _ = call.op(call.x, output_final_state=True, chunk_size=64, inverse_precision=way, **call.options)
+        errors[way] = ((o.cpu().double() - truth["o"]).norm() / truth["o"].norm()).item()
+        assert errors[way] < 4 * (errors["ieee"] + 2.0**-digits), way
+    assert errors["ieee"] < errors["bf16x3"] < errors["tf32"] < errors["bf16"] and errors["tf32x3"] < errors["bf16x3"]
+    check(engine(call, inverse_precision="ieee"), engine(call))
 
 
 @rows

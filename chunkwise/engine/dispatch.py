@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ..spec import Op
 
 CHUNKS = (16, 32, 64)
-INVERSES = ("auto", "ieee", "tf32x3", "bf16x3", "tf32", "bf16")  # see spec.InverseOptions
+DIGITS = {"ieee": 24, "tf32x3": 22, "bf16x3": 16, "tf32": 11, "bf16": 8}  # binary ones of an inverse's factors: spec.InverseOptions
+INVERSES = ("auto", *DIGITS)
 WIDEST = 512  # key channels that the chunk kernels take; value channels where gates are per value
 WIDEST_FLOAT32 = 256  # and those of float32
 RECURRENT_WIDEST = 1024  # and the recurrent one

@@ -10,8 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from oracle import OPS, Case, check, definition, honest, ids, make, with_gradients  # noqa: E402
 
-from chunkwise.engine.dispatch import Cell, Choice, choose, run  # noqa: E402
+from chunkwise.engine.dispatch import DIGITS, Cell, Choice, choose, run  # noqa: E402
 from chunkwise.engine.explain import passes  # noqa: E402
+from chunkwise.spec import Gate, Rule  # noqa: E402
 
 
 def on_kernels(op, cell: Cell, **call) -> Choice:
@@ -34,3 +35,22 @@ def test_matches_definition(op, case):
     options = {**op.defaults, "output_final_state": True, "chunk_size": case.chunk, **call.options}
     o, S = run(op, call.x, op.check(call.x), options, on_kernels)
     check(with_gradients(o, S, call.leaves()), truth, honest(call, truth))
+
+
+INVERTING = {  # one of each kernel that makes inverses
+    (op.rule, op.rule is Rule.DELTA and op.gate is Gate.KEY): op
+    for op in SERVED
+    if "inverse_precision" in op.defaults and op.passes is None
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", INVERTING.values(), ids=ids)
+def test_the_inverse_s_precision_reaches_every_kernel_that_makes_one(op):
+    """Outputs keep the digits that were asked for; where nothing is asked float32 keeps all."""
+    call, made = make(op, Case(T=32, K=8, V=8, chunk=32, correlated=True), torch.float32), {}
+    with torch.no_grad():
+        for way in ("auto", "ieee", "tf32x3", "bf16"):
+            options = {**op.defaults, **call.options, "chunk_size": 32, "inverse_precision": way}
+            made[way], _ = run(op, call.x, op.check(call.x), options, on_kernels)
+    away = {way: float((o - made["ieee"]).norm() / o.norm()) for way, o in made.items()}
+    assert away["auto"] == 0 < away["tf32x3"] < 2.0 ** -DIGITS["tf32x3"] < 2.0 ** -DIGITS["bf16x3"] < away["bf16"] < 2.0 ** -DIGITS["bf16"]

@@ -12,6 +12,7 @@ from chunkwise import draw
 from chunkwise.engine import chunk, plan_triton, stages_triton
 from chunkwise.engine import cut as cuts
 from chunkwise.engine.cut import even
+from chunkwise.engine.dispatch import DIGITS
 from chunkwise.engine.problem import Problem, problem
 from chunkwise.kernels import token
 from chunkwise.spec import Gate, Rule, Streams
@@ -217,13 +218,15 @@ def test_no_tokens_leave_the_state_as_it_was():
     assert o.shape == x.v.shape and torch.equal(ST, S0)
 
 
-def test_an_inverse_from_operands_in_two_parts_keeps_sixteen_bits(monkeypatch):
-    x = streams(Gate.NONE, Rule.DELTA, torch.bfloat16, T=64, B=1)
-    p, exact = replace(asked(x, Gate.NONE, Rule.DELTA, C=64), dtype=torch.float32), {}
-    for way in ("ieee", "bf16x3"):
-        monkeypatch.setattr(stages_triton, "solves", lambda p, way=way: way)
-        exact[way] = stages_triton.inverse(p, x, stages_triton.index(p))
-    assert 0 < error(exact["bf16x3"], exact["ieee"].double()) < 2**-14
+def test_an_inverse_keeps_the_digits_that_were_asked_for(monkeypatch):
+    """But for "tf32", which Triton's interpreter takes for float32."""
+    x = streams(Gate.NONE, Rule.DELTA, T=64, B=1, H=1, HV=1)
+    p, plan = asked(x, Gate.NONE, Rule.DELTA, C=64), chunk.prepare(asked(double(x), Gate.NONE, Rule.DELTA, C=64), double(x))
+    truth = plan.c.layout.join(plan.T, torch.float64)
+    monkeypatch.setattr(stages_triton, "exact", lambda parts: {2: "bf16x3", 3: "ieee"}[parts])
+    errors = {way: error(stages_triton.inverse(replace(p, inverse=way), x, stages_triton.index(p)), truth) for way in DIGITS}
+    assert all(errors[way] < 2.0 ** -DIGITS[way] for way in ("tf32x3", "bf16x3", "bf16")) and errors["ieee"] < errors["tf32x3"]
+    assert all(errors[way] > 2.0 ** -DIGITS[finer] for finer, way in (("tf32x3", "bf16x3"), ("bf16x3", "bf16")))
 
 
 @pytest.mark.parametrize("rule, pieces, cu", [(Rule.ADD, 3, None), (Rule.ADD, 1, [0, 0, 18, 19, 19, 54]), (Rule.DELTA, 1, None)])
