@@ -27,6 +27,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import torch
 
+from chunkwise.bench.record import surroundings
+
 DEFAULTS = {
     "cuda": dict(sides="ours,fla,fla+conv", sizes="1x8192,4x4096", dtype="bfloat16", hidden=2048, rounds=2),
     "cpu": dict(sides="ours,fallback", sizes="1x2048", dtype="float32", hidden=256, rounds=1, together=True),
@@ -155,9 +157,10 @@ def sides(a) -> None:
                     low, (B, T) = copy.deepcopy(model).to(getattr(torch, a.dtype)), map(int, size.split("x"))
                     torch.manual_seed(1)
                     x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
-                    line = {"side": name, "dtype": a.dtype, **parts, "torch": torch.__version__, "hidden": a.hidden, "B": B, "T": T}
+                    line = {**surroundings(x.device), "pass": "layer", "side": name, "dtype": a.dtype, **parts}
+                    line |= {"hidden": a.hidden, "B": B, "T": T}
                     found.append(measure(line, low, x, a, round_ == 0) | {"round": round_})
-                    if a.compile and name == "ours" and round_ == 0:
+                    if a.compile and round_ == 0:
                         compiled(line, low, x, a)
     for one in found:
         if one["side"] == "ours":
@@ -192,7 +195,6 @@ def truth(low, x):
 
 def measure(line, low, x, a, proof: bool):
     """Errors (proof) and times of the layer `low` of x [B, T, hidden], said and returned."""
-    line = line | ({"threads": torch.get_num_threads()} if a.device == "cpu" else {})
     grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
     if proof and not a.no_errors:
         attempt(line, "errors", lambda: errors(results(low, x), truth(low, x)))
@@ -226,10 +228,10 @@ def measure(line, low, x, a, proof: bool):
 
 
 def compiled(line, low, x, a) -> None:
-    """Graph breaks, errors and times of the layer compiled whole, each said as soon as it is known."""
+    """Graph breaks, errors and times of the layer compiled (ours whole, others as far as they let), each said as soon as it is known."""
     grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
     torch._dynamo.reset()
-    whole = torch.compile(low, fullgraph=True)
+    whole = torch.compile(low, fullgraph=line["side"] == "ours")
 
     def inference():
         with torch.no_grad():
@@ -243,9 +245,9 @@ def compiled(line, low, x, a) -> None:
     repeat = a.repeat if a.device == "cuda" else 2
     for name, call in (
         ("errors", lambda: errors(results(low, x, whole), truth(low, x))),
-        ("forward_ms", lambda: [round(t, 3) for t in clock(inference, a.device, repeat)]),
-        ("forward_error", lambda: ((inference().double() - truth(low, x)["out"]).norm() / truth(low, x)["out"].norm()).item()),
         ("step_ms", lambda: [round(t, 3) for t in clock(step, a.device, repeat)]),
+        ("forward_error", lambda: ((inference().double() - truth(low, x)["out"]).norm() / truth(low, x)["out"].norm()).item()),
+        ("forward_ms", lambda: [round(t, 3) for t in clock(inference, a.device, repeat)]),
         ("graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count),
     ):
         start = time.perf_counter()

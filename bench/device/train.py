@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from chunkwise.bench.autotuner import build_side_by_side
+from chunkwise.bench.record import surroundings
 from chunkwise.data.mix import mix
 from chunkwise.models import ChunkwiseConfig, ChunkwiseForCausalLM
 from chunkwise.models.capture import Captured
@@ -248,8 +249,8 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 if a.out is not None and not a.prove_only:
                     with a.out.open("a") as file:
-                        facts = {"device": name, "torch": torch.__version__, "sizes": {n: getattr(a, n) for n in sizes}}
-                        file.write(json.dumps({**row, **facts}) + "\n")
+                        facts = {**surroundings(torch.device(DEVICE)), "pass": "training", "sizes": {n: getattr(a, n) for n in sizes}}
+                        file.write(json.dumps({**facts, **row}) + "\n")
             except Exception:
                 print(f"{side}: failed\n{traceback.format_exc()[-2000:]}", flush=True)
             gc.collect()
