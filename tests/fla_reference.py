@@ -7,6 +7,7 @@ A process of its own, because it imports fla and changes it.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fla
 import torch
@@ -17,10 +18,15 @@ from fla.ops.comba.naive import naive_chunk_comba
 from fla.ops.delta_rule.naive import delta_rule_recurrence
 from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
 from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.gsa.naive import naive_recurrent_gsa
 from fla.ops.hgrn.naive import naive_recurrent_hgrn
 from fla.ops.kda.naive import naive_recurrent_kda
+from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
+from fla.ops.precond_gated_delta_rule import naive as precond_gdn
 from fla.ops.precond_kda.naive import naive_recurrent_precond_kda
+from fla.ops.retention.naive import naive_retention
 from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
 from torch.nn import functional as F
 
@@ -38,7 +44,13 @@ MODELS = {
     "GatedDeltaNet, without a gate, tied": dict(num_heads=2, head_dim=4, use_gate=False, tie_word_embeddings=True),
     "KDA": dict(num_heads=2, head_dim=4, num_v_heads=4),
     "KDA, bounded": dict(num_heads=2, head_dim=4, safe_gate=True, lower_bound=-5.0),
-    "LinearAttention": dict(num_heads=2, feature_map="elu"),
+    "LinearAttention": dict(num_heads=2),
+    "LinearAttention, elu, means": dict(num_heads=2, feature_map="elu", norm_feature_map=True),
+    "LinearAttention, hedgehog, tied": dict(num_heads=4, num_kv_heads=2, feature_map="hedgehog", tie_feature_map_qk=True),
+    "LinearAttention, t2r, shares": dict(num_heads=2, feature_map="t2r", norm_q=True, norm_k=True),
+    "LinearAttention, dpfp": dict(num_heads=2, expand_k=0.5, feature_map="dpfp"),
+    "LinearAttention, relu, hybrid": dict(num_heads=2, feature_map="relu", norm_feature_map=True, tie_feature_map_qk=True, attn=HYBRID),
+    "Mamba2": dict(head_dim=8, state_size=6, chunk_size=16, pad_token_id=0),
     "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
     "Comba": dict(num_heads=2, head_dim=4),
     "GSA": dict(num_heads=2, num_slots=3),
@@ -88,15 +100,7 @@ def flash(q, k, v, causal=True, window_size=(-1, -1), **_):
 
 
 def gsa(q, k, v, s, g, scale=None, **_):
-    B, T, H, K = q.shape
-    Hk, Hv, out = torch.zeros(B, H, K, s.shape[-1]), torch.zeros(B, H, s.shape[-1], v.shape[-1]), []
-    for t in range(T):
-        keep = g[:, t].exp()
-        Hk = Hk * keep[..., None, :] + k[:, t, :, :, None] * s[:, t, :, None]
-        Hv = Hv * keep[..., None] + s[:, t, :, :, None] * v[:, t, :, None]
-        weights = (scale * torch.einsum("bhk,bhkm->bhm", q[:, t], Hk)).softmax(-1)
-        out.append(torch.einsum("bhm,bhmv->bhv", weights, Hv))
-    return torch.stack(out, 1), None
+    return naive_recurrent_gsa(q, k, v, s, g, scale)
 
 
 def norm_linear(x, norm_weight, norm_bias, linear_weight, linear_bias, eps=1e-5, **_):
@@ -131,13 +135,10 @@ def kda_gate(g, A_log, dt_bias=None, lower_bound=None, **_):
     return -A * F.softplus(f) if lower_bound is None else lower_bound * (A * f).sigmoid()
 
 
-def preconditioned(q, k, v, g, g_atk, beta, beta_atk, x=1.5, eps=1e-6, log_atk_scale=None, **_):
-    """fla's reference of the member with a gate per head makes unit vectors of its own, without the kernels' eps; its KDA's does not."""
-    n = v.shape[2] // q.shape[2]
-    q, k, g_atk, beta_atk = (t.repeat_interleave(n, 2) for t in (unit(q), unit(k), g_atk, beta_atk))
-    g = g if g.ndim == 4 else g[..., None].expand(k.shape)
-    centre = log_atk_scale.repeat_interleave(n)
-    return naive_recurrent_precond_kda(q, k, v, g=g, g_atk=g_atk, beta=beta, beta_atk=beta_atk, x=x, eps=eps, log_atk_scale=centre)
+def preconditioned(q, k, v, g, g_atk, beta, beta_atk, log_atk_scale=None, **given):
+    given = {n: given[n] for n in ("x", "eps") if n in given} | dict(g=g, g_atk=g_atk, beta=beta, beta_atk=beta_atk)
+    naive = naive_recurrent_precond_kda if g.ndim == 4 else precond_gdn.naive_recurrent_precond_gated_delta_rule
+    return naive(unit(q), unit(k), v, **given, log_atk_scale=log_atk_scale)
 
 
 def gla(q, k, v, g=None, gk=None, **_):
@@ -159,15 +160,12 @@ def comba(q, k, v, p, g, beta, **_):
     return naive_chunk_comba(unit(q), unit(k), v, unit(p), g, beta, chunk_size=q.shape[1])
 
 
-def additive(q, k, v, decay=None, **_):
-    T = q.shape[1]
-    G = 0 if decay is None else ((torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)[..., None] * decay).movedim(2, 0)
-    scores = torch.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k) * torch.as_tensor(G).exp()
-    return torch.einsum("bhts,bshv->bthv", scores.tril(), v), None
+def additive(q, k, v, normalize=False, **_):
+    return naive_recurrent_linear_attn(q, k, v, normalize=normalize)
 
 
 def retention(q, k, v, **_):
-    return additive(q, k, v, (1 - 2.0 ** (-5 - torch.arange(q.shape[2]))).log())
+    return naive_retention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), None
 
 
 def abc(q, k, v, s, **_):
@@ -204,13 +202,14 @@ def six(r, k, v, w, u, scale=1.0, **_):
 
 
 def seven(r, w, k, v, a, b, **_):
-    """fla's references of it take heads first, other signs or other layouts; this is the recurrence of its docstring."""
-    S, out = r.new_zeros(*r.shape[:1], r.shape[2], r.shape[3], v.shape[3]), []
-    for q, d, x, y, p, n in zip(*(t.unbind(1) for t in (r, w, k, v, a, b))):
-        read = torch.einsum("bhkv,bhk->bhv", S, p)
-        S = d.exp()[..., None] * S + n[..., None] * read[..., None, :] + x[..., None] * y[..., None, :]
-        out.append(torch.einsum("bhkv,bhk->bhv", S, q))
-    return torch.stack(out, 1), None
+    """By fla's reference of DPLR, which RWKV-7 is a case of: there is none of its own. It divides by sqrt(K)."""
+    o, _ = dplr_recurrence(*(t.transpose(1, 2) for t in (r * r.shape[-1] ** 0.5, k, v, a, b, w)))
+    return o.transpose(1, 2), None
+
+
+def gated_norm(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True, **_):
+    y = x * F.silu(z)
+    return rms(y.unflatten(-1, (-1, group_size or y.shape[-1])), eps=eps).flatten(-2) * weight
 
 
 REPLACED = {
@@ -226,12 +225,13 @@ REPLACED = {
     "fused_kda_gate": kda_gate, "chunk_precond_kda": preconditioned, "fused_recurrent_precond_kda": preconditioned,
     "chunk_precond_gated_delta_rule": preconditioned, "fused_recurrent_precond_gated_delta_rule": preconditioned,
     "chunk_hgrn": naive_recurrent_hgrn, "fused_recurrent_hgrn": lambda x, g, **_: naive_recurrent_hgrn(x, g),
-    "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu,
+    "chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear, "swish": F.silu, "rmsnorm_fn": gated_norm,
 }  # fmt: skip
 
 
 def main(folder: Path) -> None:
-    ACT2FN.update(swish=F.silu, sqrelu=lambda x: F.relu(x).square())
+    ACT2FN.update(swish=F.silu, silu=F.silu, sqrelu=lambda x: F.relu(x).square())
+    precond_gdn.F = SimpleNamespace(normalize=lambda x, **_: x)  # it makes unit vectors of its own, without the eps of fla's kernels
     attn.flash_attn_func = flash  # a layer without flash-attn refuses to be built
     for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == "fla"]:
         for name in REPLACED.keys() & vars(module).keys():
@@ -249,7 +249,8 @@ def main(folder: Path) -> None:
             if kind in ("GatedDeltaProduct", "RWKV7"):  # as in training: short calls take an inference kernel's path otherwise
                 model.train()
             logits = model(x, use_cache=False).logits
-        model.save_pretrained(folder / name)
+        state = {n: t.clone() if "feature_map_k" in n else t for n, t in model.state_dict().items()}  # transformers saves no tied maps
+        model.save_pretrained(folder / name, state_dict=state)
         torch.save({"x": x, "logits": logits}, folder / name / "logits.pt")
 
 

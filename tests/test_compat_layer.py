@@ -1,5 +1,6 @@
 """fla's layers by their names: its constructor arguments and parameter names, our layers behind them."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -94,6 +95,23 @@ def test_layers_are_imported_as_from_fla():
         with pytest.raises(ImportError, match="RWKV7Attention"):
             from fla.layers import RWKV7Attention  # noqa: F401
     assert GatedDeltaNet.__module__ == "fla.layers.gated_deltanet" and KimiDeltaAttention(32, head_dim=8, num_heads=2).num_heads == 2
+
+
+def test_linear_attention_has_flas_feature_maps():
+    x = torch.randn(1, 9, 16)
+    with install_as_fla(replace=True):
+        from fla.layers import LinearAttention
+    plain, means = (LinearAttention(hidden_size=16, num_heads=2, do_feature_map_norm=n) for n in (False, True))
+    assert {n.split(".")[0] for n in plain.state_dict()} == {"feature_map_q", "feature_map_k", "norm", *(f"{n}_proj" for n in "qkvo")}
+    assert isinstance(means, LinearAttention) and (plain.op, means.op) == ("linear_attn", "normalized_linear_attn")
+    means.load_state_dict(plain.state_dict())
+    ours = mixer_class("normalized_linear_attn")(16, 2, feature_map="elementwise_product", mode="chunk")
+    ours.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(means(x)[0], ours(x)[0]) and torch.equal(copy.deepcopy(means)(x)[0], means(x)[0])
+        assert not torch.equal(means(x)[0], plain(x)[0])
+    tied = LinearAttention(hidden_size=16, num_heads=2, feature_map="t2r", tie_feature_map_qk=True)
+    assert tied.feature_map_q is tied.feature_map_k and {f"feature_map_{n}.layer.weight" for n in "qk"} <= tied.state_dict().keys()
 
 
 def test_a_ratio_decides_of_heads_and_the_first_layer_has_no_bound():

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
@@ -48,6 +49,16 @@ def test_models_of_fla_are_built_saved_and_loaded_under_their_names(layout, tmp_
         logits = model(x).logits
         assert torch.equal(again(x).logits, logits) and torch.equal(headless(x).last_hidden_state, model.model(x).last_hidden_state)
         assert torch.equal(read_model(written, state)(x).logits, logits)
+
+
+def test_a_tied_feature_map_is_saved_under_both_names_and_loaded(tmp_path):
+    sizes = dict(hidden_size=16, num_hidden_layers=2, vocab_size=37, num_heads=2)
+    with install_as_fla(replace=True):
+        config = imported("LinearAttentionConfig")(**sizes, feature_map="hedgehog", tie_feature_map_qk=True)
+        model, x = imported("LinearAttentionForCausalLM")(config).eval(), torch.arange(9)[None]
+        model.save_pretrained(tmp_path)
+        assert sum(".feature_map_k." in n for n in load_file(tmp_path / "model.safetensors")) == 4
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(x).logits, model(x).logits)
 
 
 def test_generation_and_fields_go_by_flas_names():

@@ -179,6 +179,22 @@ def test_options_of_layers_arrive():
         assert write_model(model, name)[0].items() >= given.items()
 
 
+@pytest.mark.parametrize("name", ["elementwise_product", "hedgehog", "t2r", "dpfp", "relu", "identity"])
+@pytest.mark.parametrize("switch", ["tie_feature_map_qk", "norm_q", "norm_k", "norm_feature_map"])
+def test_feature_maps_of_fla_arrive_and_go_back(name, switch):
+    """Tensors as fla has them: both maps of a tied pair are there."""
+    config, state = checkpoint("linear_attn")
+    config = config | {"feature_map": name, switch: True}
+    model = ChunkwiseForCausalLM(layouts()["linear_attn"].configuration(config))
+    described, made = write_model(model, "linear_attn")
+    learnt = {"elementwise_product": 4, "hedgehog": 2, "t2r": 1}.get(name, 0)
+    assert len(made.keys() - state.keys()) == 2 * 2 * learnt and state.keys() <= made.keys()  # a layer, a side
+    assert described[switch] is (switch != "tie_feature_map_qk" or learnt > 0) and described["feature_map"] == name
+    assert model.config.mixer == ("normalized_linear_attn" if switch == "norm_feature_map" else "linear_attn")
+    again, x = read_model(described, made), ids(1, 9)
+    assert again.config.to_dict() == model.config.to_dict() and torch.equal(again(x).logits, model.eval()(x).logits)
+
+
 def test_hybrids_keep_their_attention_layers_as_they_are():
     config, _ = checkpoint("gated_deltanet")
     attn = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5e3)
@@ -236,7 +252,7 @@ def test_tied_embeddings_are_one_tensor_either_way():
         ("gla", dict(clamp_min=-1.0), "gla: clamp_min must be None, which is what chunkwise computes, got -1.0"),
         ("gla", dict(gate_fn2="swish"), "gla: chunkwise does not know gate_fn2 = 'swish'"),
         ("gla", dict(attnres_block_size=2), "attnres_block_size must be None"),
-        ("linear_attn", dict(feature_map="elementwise_product"), "feature_map must be one of .*got 'elementwise_product'"),
+        ("linear_attn", dict(feature_map="exp"), "feature_map must be one of .*'elementwise_product', .*got 'exp'"),
         ("delta_net", dict(qk_norm="sum"), "qk_norm must be 'l2'"),
         ("retnet", dict(vocab_size=38), r"model.embeddings.weight must be \[38, 16\], got \[37, 16\]"),
         ("retnet", dict(num_hidden_layers=1), "left over .*model.layers.1"),

@@ -106,6 +106,7 @@ def test_every_configuration_key_changes_something():
     flips = dict(
         vocab_size=41, hidden_size=32, num_hidden_layers=3, mixer="delta_rule", layer_types=["gla", "kda"], num_heads=4, num_kv_heads=1,
         num_v_heads=4, head_dim=4, expand_k=2, expand_v=3.0, use_short_conv=True, conv_size=2, conv_bias=True, feature_map="relu",
+        tie_feature_map=True, norm_q=True, norm_k=True,
         use_gate=False, rope_theta=10.0, gate_low_rank_dim=3, gate_logit_normalizer=2.0, lower_bound=-1.0, allow_neg_eigval=True,
         hidden_ratio=64.0, intermediate_size=48, hidden_act="gelu", norm_eps=0.5, initializer_range=0.01, tie_word_embeddings=True,
         use_cache=False, output_logits=False, sliding_window=3, use_lower_bound=False, num_slots=3, num_householder=3,
@@ -116,7 +117,8 @@ def test_every_configuration_key_changes_something():
     elsewhere = {"mode", "chunk_size", "pad_token_id", "bos_token_id", "eos_token_id"}  # the form, tested below, and generation's business
     own = set(ChunkwiseConfig.__annotations__) - {"model_type", "keys_to_ignore_at_inference", "attribute_map"}
     assert own == flips.keys() | elsewhere
-    needs = dict(conv_size=dict(use_short_conv=True), conv_bias=dict(use_short_conv=True), hidden_ratio=dict(intermediate_size=None))
+    needs = dict(conv_size=dict(use_short_conv=True), conv_bias=dict(use_short_conv=True), hidden_ratio=dict(intermediate_size=None),
+                 tie_feature_map=dict(feature_map="hedgehog"))  # fmt: skip
     x = ids(1, 20)
     for key, value in flips.items():
         users = [m for m in ("gla", *all_mixers()) if key in fields_of(mixer_class(m))] or ["gla"]

@@ -31,10 +31,11 @@ def test_options_of_a_member_change_its_function(name):
     form_only = {"mode", "chunk_size"}
     assert set(mixer_class(name).options()) <= flips.keys() | form_only
     start = {n: v for n, v in dict(use_short_conv=True, first=False, num_layers=2).items() if n in keywords(name)}
-    before, x, depth = build(name, **start), draw(1, 9, D), Depth(first=draw(1, 9, D, seed=3))
-    shapes = {n: p.shape for n, p in before.named_parameters()}
+    x, depth = draw(1, 9, D), Depth(first=draw(1, 9, D, seed=3))
     for option in set(mixer_class(name).options()) - form_only:
-        after = build(name, **{**start, option: flips[option]})
+        given = {**start, **({"feature_map": "hedgehog"} if option == "tie_feature_map" else {})}
+        before, after = build(name, **given), build(name, **{**given, option: flips[option]})
+        shapes = {n: p.shape for n, p in before.named_parameters()}
         if {n: p.shape for n, p in after.named_parameters()} == shapes:
             if option != "correction_factor":  # that is where a parameter begins
                 after.load_state_dict(before.state_dict())

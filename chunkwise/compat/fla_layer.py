@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn import Depth, mixer_class
+from ..nn.feature import LEARNT
 from .alias import bind, parameters
 from .fla_cache import Cache
 
@@ -21,6 +22,8 @@ CONV = "conv_size=4, conv_bias=False, layer_idx=None, norm_eps=1e-5"
 WIDE = "mode='chunk', hidden_size=1024, expand_k=%s, expand_v=%s, num_heads=%s"
 SQUASH = "squash_x=1.5, squash_eps=1e-6, log_atk_scale_init=-0.2"
 NORMED = "elementwise_affine=True, norm_eps=1e-5"
+FEATURES = {**{name: name for name in (*LEARNT, "dpfp", "relu", "identity")}, "elu": "elu_plus_one"}  # fla's feature_map -> ours
+NORMALIZED = "normalized_linear_attn"
 ASIDE = {"layer_idx", "fuse_norm", "safe_gate", "gate_low_rank_dim"}  # of these layers: what changes no result
 FIXED: dict[str, tuple[Any, ...]] = {"elementwise_affine": (True,), "gate_fn": ("swish", "silu")}
 
@@ -37,6 +40,7 @@ class LayerAlias:
     words: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # by fla's argument: its word -> ours
     options: Mapping[str, Any] = field(default_factory=dict)  # ours that are always so
     low_rank: bool = False  # takes gate_low_rank_dim
+    switch: tuple[str, str] | None = None  # fla's argument that, true, makes it a layer of another operator, and that operator
     note: str = ""  # what else differs
 
     @property
@@ -46,6 +50,10 @@ class LayerAlias:
     def arguments(self, x: dict[str, Any]) -> dict[str, Any]:
         """Our layer's keyword arguments. Raises ValueError naming what chunkwise's layer has not."""
         made: dict[str, Any] = {**self.options}
+        if self.switch:
+            x.pop(self.switch[0])
+        tied = x.pop("tie_feature_map_qk", False) and x["feature_map"] in LEARNT  # as in fla, others have nothing to tie
+        made |= {"tie_feature_map": True} if tied else {}
         if self.op == "hgrn2":
             D, heads, ratio = x["hidden_size"], x.pop("num_heads"), x.pop("expand_ratio")
             if D % (ratio or heads or D + 1):
@@ -78,6 +86,8 @@ class LayerAlias:
                 if alias.op in ("retention", "gla") and not (fused and x.get("use_gate", True)):
                     self.norm_name = "g_norm"
                 super().__init__(x.pop("hidden_size"), x.pop("num_heads"), **x)
+                if x.get("tie_feature_map"):
+                    self.feature_map_k = self.feature_map_q  # fla's checkpoints have it under both names
                 self.layer_idx = index
                 self.bounded = ours.floored and index != 0  # fla's first layer has no bound
 
@@ -112,6 +122,14 @@ class LayerAlias:
                     past_key_values.advance(self.layer_idx, state, hidden_states.shape[1])
                 return o, None, past_key_values
 
+        if alias.switch:
+            argument, op = alias.switch
+            other = type(self.name, (Layer,), {"op": op, "__module__": f"fla.layers.{self.file}"})
+
+            def made(cls: type[Layer], *args: Any, **kwargs: Any) -> Layer:
+                return object.__new__(other if bind(alias.name, order, defaults, args, kwargs)[argument] else cls)
+
+            Layer.__new__ = made  # type: ignore[assignment, method-assign]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         Layer.__name__ = Layer.__qualname__ = self.name
         Layer.__module__ = f"fla.layers.{self.file}"
@@ -139,10 +157,8 @@ LAYERS = (
     LayerAlias("linear_attn", "linear_attn", f"LinearAttention({WIDE % (1.0, 1.0, 8)}, num_kv_heads=None, "
                "feature_map='elementwise_product', tie_feature_map_qk=False, output_norm='rmsnorm', norm_q=False, norm_k=False, "
                f"do_feature_map_norm=False, {NORMED}, layer_idx=None)",
-               fixed={"tie_feature_map_qk": (False,), "output_norm": ("rmsnorm",), "norm_q": (False,), "norm_k": (False,),
-                      "do_feature_map_norm": (False,)},
-               words={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}},
-               options={"use_gate": False}, note="`feature_map` must be given: elu, relu or identity."),
+               fixed={"output_norm": ("rmsnorm",)}, words={"feature_map": FEATURES}, options={"use_gate": False},
+               switch=("do_feature_map_norm", NORMALIZED)),
     LayerAlias("gated_deltaproduct", "gated_delta_product", f"GatedDeltaProduct({HEADS % 2}, use_output_gate=True, use_short_conv=True, "
                f"{CONV}, use_forget_gate=True, allow_neg_eigval=True, num_householder=2)", GATED),
     LayerAlias("comba", "comba", f"Comba({HEADS % 2}, use_short_conv=True, use_output_gate=True, use_output_correction=True, "

@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -104,7 +105,8 @@ def _classes(layout: Layout) -> Iterator[type]:
                 ValueError: tensors that are missing or left over.
             """
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-            missing, left = sorted(info["missing_keys"]), sorted({*info["unexpected_keys"]} - {*cls.beside})
+            missing, spare = sorted(info["missing_keys"]), {*info["unexpected_keys"]} - {*cls.beside}
+            left = sorted(n for n in spare if layout.read({n: torch.empty(0)}, model.config))  # but what reading drops
             if missing or left:
                 raise ValueError(
                     f"{layout}: tensors do not fit: missing {missing[:5] or 'none'}, left over {left[:5] or 'none'}; "

@@ -72,6 +72,9 @@ class ChunkwiseConfig(PretrainedConfig):
     conv_size: int | None = None
     conv_bias: bool | None = None
     feature_map: str | None = None
+    tie_feature_map: bool | None = None
+    norm_q: bool | None = None
+    norm_k: bool | None = None
     use_gate: bool | None = None
     rope_theta: float | int | None = None
     sliding_window: int | None = None

@@ -44,6 +44,7 @@ class Layout:
     aside: frozenset[str] = frozenset()
     ours: Mapping[str, Any] = field(default_factory=lambda: EMPTY)  # fields of ours that are always so
     hybrid: bool = False  # some layers may be attention
+    instead: str | None = None  # another member that `arrange` may say, for all of a model's layers
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=lambda: EMPTY)  # by our field: their word -> ours
     arrange: Callable[[Fields], Fields] = lambda given: given  # their fields, checked and unfolded, before anything else
     deduce: Callable[[ChunkwiseConfig], Fields] = lambda config: {}  # further fields of theirs
@@ -90,9 +91,10 @@ class Layout:
         Raises:
             ValueError: what they cannot say, naming the field.
         """
-        types, allowed = set(config.layer_types or []), {self.mixer, *(ATTENTION if self.hybrid else ())}
-        if not types <= allowed or (config.mixer in ATTENTION) != (self.mixer in ATTENTION):
-            kinds = f"{self.mixer}{' or attention' if self.hybrid and self.mixer not in ATTENTION else ''}"
+        mixer = self.instead if self.instead and config.mixer == self.instead else self.mixer
+        types, allowed = set(config.layer_types or []), {mixer, *(ATTENTION if self.hybrid else ())}
+        if not types <= allowed or (config.mixer in ATTENTION) != (mixer in ATTENTION):
+            kinds = f"{mixer}{' or attention' if self.hybrid and mixer not in ATTENTION else ''}"
             raise ValueError(f"{self}: layers must be {kinds}, got {', '.join(sorted({str(config.mixer), *types}))}")
         back = {ours: theirs for theirs, ours in self.names.items()}
         result: Fields = {"model_type": self.model_type, "architectures": [self.architecture]}

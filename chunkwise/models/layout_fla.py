@@ -10,10 +10,13 @@ import re
 from functools import partial
 from typing import Any
 
+from ..compat.fla_layer import FEATURES, NORMALIZED
+from ..nn.feature import LEARNT
 from .configuration import ATTENTION, ChunkwiseConfig
 from .layout import Fields, Layout, State, head_sizes
 
 FULL, SLIDING = ATTENTION
+QUERIES, KEYS = ".attn.feature_map_q.", ".attn.feature_map_k."
 COMMON = dict(  # fla's defaults of what every model has
     hidden_size=2048, num_hidden_layers=24, intermediate_size=None, hidden_ratio=4, hidden_act="swish", norm_eps=1e-6, attn=None,
     use_cache=True, pad_token_id=None, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, initializer_range=0.02, vocab_size=32000,
@@ -47,6 +50,10 @@ def _arrange(given: Fields, mixer: str) -> Fields:
         if (part or 0) < 1 or D % part:
             raise ValueError(f"hgrn2: {name} must divide hidden_size = {D}, got {part}")
         given |= {"num_heads": D // ratio if ratio else heads, "head_dim": ratio or D // heads, "expand_v": 1.0}
+    if mixer == "linear_attn":
+        given["tie_feature_map_qk"] = given["tie_feature_map_qk"] and given["feature_map"] in LEARNT  # as in fla, nothing else is tied
+        if given.pop("norm_feature_map"):
+            mixer = given["mixer"] = NORMALIZED
     if mixer == "precond_kda":  # fla preconditions by value heads here, ours by key heads
         if given.pop("num_v_heads", None) not in (None, given["num_heads"]):
             raise ValueError(f"precond_kda: num_v_heads must be num_heads = {given['num_heads']}, for fla preconditions each value head")
@@ -120,6 +127,10 @@ def _hgrn2(config: ChunkwiseConfig) -> Fields:
     return {"expand_ratio": K, "use_lower_bound": config.use_lower_bound is not False, **_mlp(config)}
 
 
+def _features(config: ChunkwiseConfig) -> Fields:
+    return {**_widths(config), "norm_feature_map": config.mixer == NORMALIZED}
+
+
 def _kda(config: ChunkwiseConfig) -> Fields:
     return {**_heads(config), "safe_gate": config.lower_bound is not None}
 
@@ -132,7 +143,7 @@ def _read(state: State, config: ChunkwiseConfig) -> State:
     """The two older forms, and the norm's name where fla does not fuse it with the gate."""
     result: State = {}
     for name, t in state.items():
-        if re.search(r"\.attn\.D$", name) and config.mixer == "gated_delta_rule":
+        if re.search(r"\.attn\.D$", name) and config.mixer == "gated_delta_rule" or config.tie_feature_map and KEYS in name:
             continue
         if name.endswith("mlp.gate_proj.weight") and t.shape[0] == 2 * int(config.intermediate_size or 0):
             result[name], result[name.replace("gate_proj", "up_proj")] = t.chunk(2)
@@ -144,6 +155,8 @@ def _read(state: State, config: ChunkwiseConfig) -> State:
 
 
 def _write(state: State, config: ChunkwiseConfig) -> State:
+    if config.tie_feature_map:  # fla saves one map under both names
+        return state | {name.replace(QUERIES, KEYS): t.clone() for name, t in state.items() if QUERIES in name}
     if config.use_gate is False and config.mixer in ("retention", "gla"):
         return {name.replace("g_norm_swish_gate", "g_norm"): t for name, t in state.items()}
     return state
@@ -180,12 +193,12 @@ LAYOUTS = (
             {**HEADED, "num_v_heads": "num_v_heads", "allow_neg_eigval": "allow_neg_eigval", "lower_bound": "lower_bound"},
             defaults=dict(expand_v=1.0, head_dim=128, num_heads=16, use_short_conv=True, conv_size=4, allow_neg_eigval=False),
             fixed=PLAIN, aside=("safe_gate",), ours={"use_gate": True}, deduce=_kda),
-    _layout("linear_attn", "LinearAttention", "linear_attn", {**WIDE, **GROUPED},
-            defaults=dict(expand_k=1.0, expand_v=1.0, num_heads=4, feature_map="elementwise_product"),
-            fixed={**AFFINE, "tie_feature_map_qk": (False,), "norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,)},
-            ours={"use_gate": False, "use_short_conv": False},
-            values={"feature_map": {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}},
-            note="`feature_map` must be given: elu, relu or identity."),
+    _layout("linear_attn", "LinearAttention", "linear_attn",
+            {**WIDE, **GROUPED, "tie_feature_map_qk": "tie_feature_map", "norm_q": "norm_q", "norm_k": "norm_k"},
+            defaults=dict(expand_k=1.0, expand_v=1.0, num_heads=4, feature_map="elementwise_product", tie_feature_map_qk=False,
+                          norm_q=False, norm_k=False, norm_feature_map=False),
+            fixed=AFFINE, ours={"use_gate": False, "use_short_conv": False}, instead=NORMALIZED, deduce=_features,
+            values={"feature_map": FEATURES}),
     _layout("gated_deltaproduct", "GatedDeltaProduct", "gated_delta_product",
             {**HEADED, "use_output_gate": "use_gate", "allow_neg_eigval": "allow_neg_eigval", "num_householder": "num_householder",
              "use_forget_gate": "use_forget_gate"},

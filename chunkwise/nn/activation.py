@@ -26,6 +26,16 @@ def taylor(x: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(z[..., :1]), z, pairs * 2**-0.5), -1)
 
 
+def dpfp(x: Tensor) -> Tensor:
+    """Deterministic parameter-free projection, nu = 4: [..., D] -> [..., 8 D], products of r(x) = (relu(x), relu(-x)) with itself turned by
+    1 to 4 places.
+
+    Schlag, Irie, Schmidhuber. Linear Transformers Are Secretly Fast Weight Programmers. ICML 2021.
+    """
+    r = torch.cat((x.relu(), (-x).relu()), -1)
+    return torch.cat([r * r.roll(places, -1) for places in (1, 2, 3, 4)], -1)
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     """So et al. Primer. NeurIPS 2021."""
     return F.relu(x).square()
@@ -46,7 +56,7 @@ _ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": _identity,
 }
 
-_FEATURE = {**_ACTIVATION, "taylor": taylor}
+_FEATURE = {**_ACTIVATION, "taylor": taylor, "dpfp": dpfp}
 
 
 def activation(name: str | None) -> Callable[[Tensor], Tensor]:
@@ -59,9 +69,10 @@ def activation(name: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def feature_map(name: str | None) -> Callable[[Tensor], Tensor]:
-    """The map of that name from queries and keys [..., K] to features: an activation, or "taylor" with 1 + K + K * K features.
+    """The map of that name from queries and keys [..., K] to features: an activation, "taylor" with 1 + K + K * K features, or "dpfp" with
+    8 * K.
 
-    Positive ones (elu_plus_one, relu, sigmoid, taylor's products) are what normalised linear attention needs.
+    Positive ones (elu_plus_one, relu, sigmoid, dpfp, taylor's products) are what normalised linear attention needs.
 
     Raises:
         ValueError: an unknown name, with the known ones.

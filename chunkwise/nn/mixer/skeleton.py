@@ -121,13 +121,17 @@ class HeadMixer(Mixer):
         strengths, in float32."""
         return {}
 
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature maps of q and k [B, T, H, K]."""
+        return self.feature(q), self.feature(k)
+
     def turn(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Position embedding of q and k [B, T, H, K]; none unless the member says so."""
         return q, k
 
     def operands(self, x: Tensor, window: Window, positions: Tensor, depth: Depth) -> tuple[dict[str, Tensor], Tensor | None]:
         q, k, v, gate, beside = self.project(x, window)
-        q, k = self.turn(self.feature(q), self.feature(k), positions)
+        q, k = self.turn(*self.features(q, k), positions)
         return self.shared({"q": q, "k": k, "v": v, **self.streams(x, *beside)}), gate
 
     def project(self, x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
