@@ -24,8 +24,10 @@ $(VENV)/.train: $(VENV)/.created pyproject.toml
 	$(PIP) install --quiet --no-compile -e ".[train]"
 	touch $@
 
+# fla lies in a folder of its own, which one test hands to a process of its own: transformers would bind it wherever it can be imported.
 $(VENV)/.dev: $(VENV)/.created pyproject.toml
 	$(PIP) install --quiet --no-compile -e ".[train,dev]"
+	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $(VENV)/peer fla-core==0.6.0 flash-linear-attention==0.6.0 einops==0.8.2
 	touch $@ $(VENV)/.train
 
 # Only the modern-spelling texts of the package are used (its code is from the Python 2 era and is never run).
