@@ -18,7 +18,7 @@ from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
 AXES = 3  # of positions in text, images and videos: time, height, width
-PROVED = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2", "bailing_hybrid")  # in tests/test_compat_transformers.py
+PROVED = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2", "bailing_hybrid")  # the tests of packing walk it
 CACHES = ("cache", "past_key_values")  # transformers' names for the argument, newer and older
 
 
