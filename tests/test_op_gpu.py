@@ -11,7 +11,7 @@ from chunkwise.engine.call import forget
 from chunkwise.engine.dispatch import DIGITS
 from chunkwise.engine.explain import choices
 from chunkwise.reference import reference
-from chunkwise.spec import Gate
+from chunkwise.spec import Gate, Rule
 
 pytestmark = pytest.mark.gpu
 DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
@@ -216,10 +216,14 @@ def test_long_sequences_have_their_own_bits_when_packed(op):
     assert equal(replayed(), step(call))
 
 
-@every
-def test_what_the_number_of_heads_chooses_is_right_and_changes_no_bit(op):
-    """Of 2, 20, 70 and 128 recurrences an H200 takes scans of 16 and of 64 values, deep and not, and of whole states: what rules choose."""
-    one = make(op, Case(T=200, H=1, n=2, K=128, V=128, chunk=64), torch.bfloat16)
+WARPS = [op for op in OPS if op.gate is Gate.KEY or op.rule is Rule.DELTA and op.gate is Gate.NONE]  # of 256 keys, by the number of heads
+
+
+@pytest.mark.parametrize("op, K", [*((op, 128) for op in OPS), *((op, 256) for op in WARPS)], ids=ids)
+def test_what_the_number_of_heads_chooses_is_right_and_changes_no_bit(op, K):
+    """Of 2, 20, 70 and 128 recurrences an H200 takes scans of 16 and of 64 values, deep and not, and of whole states; of 256 keys with 4
+    warps and with 8: what rules choose, and what was measured there."""
+    one = make(op, Case(T=200, H=1, n=2, K=K, V=K, chunk=64), torch.bfloat16)
     truth = definition(one)
     check(engine(one), truth, honest(one, truth))
     want = step(one)

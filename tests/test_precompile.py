@@ -120,10 +120,11 @@ def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
 
 def test_a_member_the_compiler_dies_on_is_built_alone_or_said(cache):
     """A worker that is killed takes the others' work with it: that is done again."""
-    crew = Crew(lambda jobs: module._workers("sm_90", jobs), 2)
-    with crew.pool:
+    with Crew(lambda jobs: module._workers("sm_90", jobs), 2) as crew:
         assert list(crew.each(divmod_or_die, [(7, 2), (0, 0), (9, 4)])) == [(3, 1), None, (2, 1)]
         assert list(crew.each(divmod_or_die, [(7, 2)])) == [(3, 1)]
+        many = [(7, 2), (0, 0), (9, 4), (8, 2), (7, 3), (0, 0), (5, 2), (1, 0), (6, 4)]  # more than were under way; two die
+        assert list(crew.each(divmod_or_die, many)) == [None if b == 0 else divmod(a, b) for a, b in many]
 
 
 def divmod_or_die(a: int, b: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ def doctor() -> None:
     import torch
 
     import chunkwise
+    from chunkwise.engine.measured import cards, load
     from chunkwise.spec import all_ops
 
     print(f"chunkwise     {chunkwise.__version__}")
@@ -24,6 +25,7 @@ def doctor() -> None:
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     print(f"cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     print(f"gpu           {', '.join(names) or 'PyTorch sees none: everything runs on the CPU'}")
+    print(f"measured      {', '.join(f'{card}: {len(load(card))} configs' for card in cards()) or 'no card: kernels run by rules'}")
     for device, dtype in (("cpu", torch.float32), *([("cuda", torch.bfloat16)] if count else [])):
         for name, T, grad in CASES:
             print(f"\n{name} on {device}, {str(dtype).removeprefix('torch.')}, {T} {'tokens' if T > 1 else 'token'}")

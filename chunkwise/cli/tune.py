@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,22 +21,23 @@ def tune(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     kernel: Annotated[list[str] | None, typer.Option(help="Tune this kernel alone; again for more; none: all that run.")] = None,
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Forward and forward+backward, or forward alone.")] = True,
-    jobs: Annotated[int, typer.Option(help="Processes that build.")] = 4,
-    repeat: Annotated[int, typer.Option(help="Rounds; 0: what fits into half a second a kernel.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that build, with inputs and results on the card; 0: a core each, to 16.")] = 0,
+    repeat: Annotated[int, typer.Option(help="Rounds of a race of two; 0: what fits into a tenth of a second.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the card's file; none: in the package, where calls look for it.")] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Say what would be kept, and keep nothing.")] = False,
 ) -> None:
-    """Try configs of every kernel that members run here. Those that give the same bits in less time are kept, and used from then on."""
+    """Time configs of every kernel that members run here. The fastest that give the same bits are kept, and used from then on."""
     import torch
 
     from chunkwise import __version__
     from chunkwise.bench import tuner
     from chunkwise.bench.case import case, plain, shapes
-    from chunkwise.engine.measured import load, save
+    from chunkwise.engine.crew import Crew
+    from chunkwise.engine.measured import at, load, save
     from chunkwise.spec import all_ops
 
-    if jobs < 1 or repeat < 0:
-        raise Refusal("--jobs must be at least 1 and --repeat at least 0")
+    if jobs < 0 or repeat < 0:
+        raise Refusal(f"--jobs and --repeat must be at least 0, got {jobs} and {repeat}")
     if dtype not in DTYPES:
         raise Refusal(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     unknown = set(kernel or ()) - set(tuner.RULES)
@@ -50,18 +53,34 @@ def tune(
     with refusing(ValueError):  # broken files first: calls read the package's, and what is kept goes into the other
         for folder in (None, out):
             load(card, folder)
-    about = {"date": datetime.date.today().isoformat(), "chunkwise": __version__, "torch": torch.__version__}
+    if not dry:
+        _writable(at(card, out).parent)
+    import triton
+
+    versions = f"chunkwise {__version__}, torch {torch.__version__}, triton {triton.__version__}"
+    when = f"{datetime.date.today().isoformat()}, {versions}"
     failed = []
-    for c in cases:
-        say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
-        try:
-            won = tuner.tune(c, device, backward=backward, jobs=jobs, rounds=repeat or None, kernels=kernel, say=say)
-        except Exception as error:  # one member that fails does not stop the others
-            failed.append(f"{c.op} {c.shape}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            continue
-        for w in won:
-            say(f"{w.use.kernel}: {tuner.text(w.config)} instead of {tuner.text(w.use.config)}, {w.before:.4f} -> {w.ms:.4f} ms")
-        if won and not dry:
-            say(f"kept in {save(card, tuner.kept(won), about, out)}")
+    with Crew(tuner.workers, jobs or min(16, len(os.sched_getaffinity(0)))) as crew:
+        for c in cases:
+            start = time.perf_counter()
+            say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
+            try:
+                made = tuner.tune(c, device, crew, backward=backward, rounds=repeat or None, kernels=kernel, say=say)
+            except Exception as error:  # one member that fails does not stop the others
+                failed.append(f"{c.op} {c.shape}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                continue
+            for b in made:
+                rule = "as the rule says" if b.config == b.use.ruled else f"instead of {tuner.text(b.use.ruled)}, {b.ruled_ms:.4f} ms"
+                say(f"{b.use.kernel}: {tuner.text(b.config)}, {b.ms:.4f} ms, {rule}; {b.tried} others tried")
+            if made and not dry:
+                say(f"kept in {save(card, tuner.kept(made, when), out)}")
+            say(f"{time.perf_counter() - start:.0f} s")
     if failed:
         raise Failure("; ".join(failed))
+
+
+def _writable(folder: Path) -> None:
+    """Refused now, not when all is measured."""
+    made = next(f for f in (folder, *folder.parents) if f.exists())
+    if not made.is_dir() or not os.access(made, os.W_OK):
+        raise Refusal(f"tune: {folder} cannot be written to; --out FOLDER keeps the file elsewhere, where calls do not look for it")

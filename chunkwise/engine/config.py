@@ -29,6 +29,11 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most, **({} if self.fuse else {"enable_fp_fusion": False})}
 
 
+def said(c: Config) -> dict[str, Any]:
+    """A config's fields as a file has them: those that are not what they are by default."""
+    return {f.name: x for f in fields(c) if (x := getattr(c, f.name)) != f.default}
+
+
 def read(given: Any) -> Config:
     """A config from its fields, as a file has them. Raises ValueError naming the field that is missing, unknown or of no use."""
     known = {f.name: f for f in fields(Config)}

@@ -3,6 +3,9 @@
 None changes a bit of any result: what is kept was seen to give the bits of the rule's config. So it may depend on how many heads there are
 to fill the card with, which a sample's result must not. Other warps may add up in another order, or be what a compiler gets wrong, so a
 row carries a seal: one that was changed since it was measured is refused.
+
+A row names the rule's config that it was measured beside, and holds where the rule still says so. A rule that has changed since was itself
+measured, later: the row is asleep then, never in the way of a call.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .config import Config, read
+from .config import Config, read, said
 from .problem import Problem, power_of_two
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -25,6 +28,23 @@ KEY: dict[str, type] = dict(
     kernel=str, gate=str, rule=str, bonus=bool, erase=bool, before=bool, dtype=str, precision=str,
     K=int, V=int, C=int, heads=int, packed=bool,
 )  # fmt: skip
+SEEN: dict[str, type] = dict(case=str, ms=float, ruled_ms=float, tried=int, when=str)
+SUMS = ("BK", "fuse")  # sums go over blocks of keys, and are of products: others have other bits
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest config of a kernel, which may be the rule's own, and what was seen."""
+
+    config: Config
+    case: str  # the call that was timed: member, B,T,H,HV,K,V, dtype, pass
+    ms: float  # of that call's device work, median
+    ruled_ms: float  # the same with the rule's config, in turn with it
+    tried: int  # other configs that gave the same bits
+    when: str  # date and versions
+
+
+Table = Mapping[tuple[Key, Config], Found]  # by what a measurement holds for, and the rule's config
 
 
 def key(kernel: str, p: Problem) -> Key:
@@ -50,7 +70,7 @@ def at(card: str, folder: Path | None = None) -> Path:
     return (folder or FOLDER) / f"{file_name(card)}.json"
 
 
-def load(card: str, folder: Path | None = None) -> dict[Key, Config]:
+def load(card: str, folder: Path | None = None) -> Table:
     """What was measured, by key. Raises ValueError naming the file, the row and the field that is wrong."""
     file = at(card, folder)
     if not card or not file.exists():
@@ -64,41 +84,54 @@ def load(card: str, folder: Path | None = None) -> dict[Key, Config]:
         raise ValueError(f"tune: {file}: {error}") from None
 
 
-def _row(card: str, where: str, row: Any) -> tuple[Key, Config]:
-    if not isinstance(row, dict) or row.keys() != {*KEY, "config", "seal"}:
+def _row(card: str, where: str, row: Any) -> tuple[tuple[Key, Config], Found]:
+    wanted = {**KEY, "ruled": dict, "config": dict, **SEEN, "seal": str}
+    if not isinstance(row, dict) or row.keys() != wanted.keys():
         got = ", ".join(row) if isinstance(row, dict) else repr(row)
-        raise ValueError(f"{where} must have {', '.join(KEY)}, config and seal, got {got}")
-    for name, kind in KEY.items():
+        raise ValueError(f"{where} must have {', '.join(wanted)}, got {got}")
+    for name, kind in wanted.items():
         if type(row[name]) is not kind:
             raise ValueError(f"{where}: {name} must be of type {kind.__name__}, got {row[name]!r}")
     try:
-        found = tuple(row[n] for n in KEY), read(row["config"])
+        ruled, config = read(row["ruled"]), read(row["config"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if row["seal"] != _seal(card, *found):
+    of = tuple(row[n] for n in KEY), ruled
+    found = Found(config, *(row[n] for n in SEEN))
+    if row["seal"] != _seal(card, of, found):
         raise ValueError(f"{where}: {row['kernel']} is not what was measured on {card}: its seal is broken; let chunkwise tune measure it")
-    return found
+    for n in SUMS:
+        if getattr(config, n) != getattr(ruled, n):
+            raise ValueError(f"{where}: {row['kernel']} must have {n} {getattr(ruled, n)}, got {getattr(config, n)}; measure it again")
+    return of, found
 
 
-def _seal(card: str, k: Key, config: Config) -> str:
-    return hashlib.sha256(json.dumps([file_name(card), k, asdict(config)], sort_keys=True).encode()).hexdigest()[:16]
+def _written(of: tuple[Key, Config], found: Found) -> dict[str, Any]:
+    seen = {n: getattr(found, n) for n in SEEN}
+    return {**dict(zip(KEY, of[0])), "ruled": said(of[1]), "config": said(found.config), **seen}
+
+
+def _seal(card: str, of: tuple[Key, Config], found: Found) -> str:
+    return hashlib.sha256(json.dumps([file_name(card), _written(of, found)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
-def measured(card: str) -> Mapping[Key, Config]:
+def measured(card: str) -> Table:
     """Those of the package, read once."""
     return load(card)
 
 
-def save(card: str, configs: Mapping[Key, Config], about: Mapping[str, Any], folder: Path | None = None) -> Path:
-    """Add configs to a card's file, in place of what is there under the same keys; about: how they were measured."""
+def save(card: str, configs: Table, folder: Path | None = None) -> Path:
+    """Add configs to a card's file, in place of what is there of the same kernels and keys."""
     file = at(card, folder)
-    all_of = {**load(card, folder), **configs}
-    rows = [json.dumps({**dict(zip(KEY, k)), "config": asdict(c), "seal": _seal(card, k, c)}) for k, c in sorted(all_of.items())]
+    new = {k for k, _ in configs}
+    all_of = {**{of: found for of, found in load(card, folder).items() if of[0] not in new}, **configs}
+    ordered = sorted(all_of.items(), key=lambda one: (one[1].case, one[0][0], str(one[0])))
+    rows = [json.dumps({**_written(of, found), "seal": _seal(card, of, found)}) for of, found in ordered]
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {row}" for row in rows)
     made = file.with_suffix(".new")  # whole or not at all: calls refuse a broken file
-    made.write_text(f'{{"card": {json.dumps(card)}, "measured": {json.dumps(about)}, "configs": [\n{lines}\n]}}\n')
+    made.write_text(f'{{"card": {json.dumps(card)}, "configs": [\n{lines}\n]}}\n')
     made.replace(file)
     measured.cache_clear()
     return file

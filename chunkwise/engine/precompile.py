@@ -374,8 +374,8 @@ def build(
 ) -> list[Built]:
     """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments; of that what `choose`
     leaves."""
-    crew, made = Crew(lambda jobs: _workers(arch, jobs, card), jobs), []
-    with crew.pool:
+    made: list[Built] = []
+    with Crew(lambda jobs: _workers(arch, jobs, card), jobs) as crew:
         found = list(crew.each(listen, calls))
         if None in found:
             raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")

@@ -9,7 +9,7 @@ import torch
 
 from ..spec import Gate, Rule
 from .config import Config, card
-from .measured import at, key, measured
+from .measured import key, measured
 from .problem import Problem
 
 MULTIPROCESSORS = 132  # of the card the rules were measured on; more of them only shifts where blocks get narrower
@@ -350,23 +350,17 @@ def _decay(p: Problem) -> Config:
     return Config(32, 0, 4, 3, registers=128) if p.rule is Rule.DELTA else Config(64, 0, 4, 3)  # KDA 0.245, of 64 keys 0.255; GLA 0.243 ms
 
 
-SUMS = ("BK", "fuse")  # sums go over blocks of keys, and are of products: others have other bits
-
-
 @dataclass(frozen=True)
 class Choice:
-    """A kernel's config: what was measured on this card for such a problem, or else its rule's."""
+    """A kernel's config: what was measured on this card for such a problem beside the rule's, or else the rule's."""
 
     kernel: str
     rule: Callable[[Problem], Config]
 
     def __call__(self, p: Problem) -> Config:
-        ruled, name = self.rule(p), card().name
-        found = measured(name).get(key(self.kernel, p))
-        for n in () if found is None else SUMS:
-            if (got := getattr(found, n)) != (wanted := getattr(ruled, n)):
-                raise ValueError(f"tune: {at(name)}: {self.kernel} must have {n} {wanted}, got {got}; measure it again")
-        return found or ruled
+        ruled = self.rule(p)
+        found = measured(card().name).get((key(self.kernel, p), ruled))
+        return ruled if found is None else found.config
 
 
 RULES: dict[str, Callable[[Problem], Config]] = {
