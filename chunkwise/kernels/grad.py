@@ -249,14 +249,14 @@ def passed_kernel(
     b_passed = tl.load(p + PASSED, mask=m, other=0.0)  # [GROUP]
     b_step = tl.load(p + WRITTEN, mask=m, other=0.0) - tl.load(p + HV * 4 + READ, mask=c_0 + o + 1 < n, other=0.0)
     b_decay = tl.load(p + FORGOTTEN, mask=m, other=0.0)
-    own = o == i_c - c_0
-    b_here = tl.cumsum(b_step, 0) - b_step  # of PASSED, since the group's first
-    b_vote = b_passed - b_here
-    b_vote += tl.sum(tl.where(own, b_here, 0.0), 0)
-    b_sum = tl.cumsum(b_decay, 0)
-    b_to = tl.sum(tl.where(own, b_sum, 0.0), 0)
-    b_from = tl.sum(tl.where(own, b_sum - b_decay, 0.0), 0)
-    b_lost = tl.where(o > i_c - c_0, b_sum - b_from, b_to - (b_sum - b_decay))  # both chunks' and those between
+    i_own = i_c - c_0
+    own = o == i_own
+    i, j = o[None, :], o[:, None]  # only chunks between own and j count for j: sums from elsewhere may be large, and cancel
+    b_since = tl.sum(tl.where((i >= i_own) & (i < j), b_step[None, :], 0.0), 1)  # of PASSED, [GROUP]
+    b_since -= tl.sum(tl.where((i >= j) & (i < i_own), b_step[None, :], 0.0), 1)
+    b_vote = b_passed - b_since
+    m_lost = ((i >= i_own) | (i >= j)) & ((i <= i_own) | (i <= j))  # both chunks' and those between
+    b_lost = tl.sum(tl.where(m_lost, b_decay[None, :], 0.0), 1)
     b_weight = tl.where(m & (tl.abs(b_vote) < float("inf")), tl.exp2(tl.minimum(2.0 * b_lost, 0.0)), 0.0)
     b_weight = tl.where(own, 1.0, b_weight)
     was = tl.sum(tl.where(own, b_passed, 0.0), 0)

@@ -123,8 +123,12 @@ def state_pass_kernel(
     if MAP:
         c_end = tl.where((i_j == 0) & (i_v >= NV), c_0, c_end)  # nobody asks what the first piece makes of another state
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
-    # sums of many tokens leave fp16's range where what is read of them does not: they are read with the scale
+    # sums of many tokens leave fp16's range where what is read of them does not: they are read with the scale, or as much of it as leaves
+    # small ones their digits
     LARGE: tl.constexpr = dtype == tl.float16 and OUTPUT and not (CORRECTS or KEY or REVERSE or STORE)
+    if LARGE:
+        small = tl.minimum(tl.maximum(tl.abs(scale), 0.0078125), 1.0)
+        left = scale / small
     made: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     col = i_v * BV  # where values are written
@@ -246,9 +250,9 @@ def state_pass_kernel(
                 b_first = tl.where(new, b_sum, b_first)
                 b_S = tl.where(new, 0.0, b_S)
                 b_kept = tl.where(new, 1.0, b_kept)
-            b_s = (b_sum * scale if LARGE else b_sum).to(dtype)
+            b_s = (b_sum * small if LARGE else b_sum).to(dtype)
         else:
-            b_s = (b_S * scale if LARGE else b_S).to(dtype)
+            b_s = (b_S * small if LARGE else b_S).to(dtype)
         if STORE:
             if STORE == 1:
                 store_state(S, b_s, slot + c, i_hv, HV, col, o_k, K, V, BK, BV, TMA)
@@ -306,9 +310,9 @@ def state_pass_kernel(
             if OUTPUT:
                 b_o = tl.dot(b_s, tl.trans(b_q), input_precision=IP)  # [BV, C]
                 if DECAY:
-                    b_o *= (b_start if LARGE else b_start * scale)[None, :]
-                elif not (KEY or LARGE):
-                    b_o *= scale
+                    b_o *= (b_start * (left if LARGE else scale))[None, :]
+                elif not KEY:
+                    b_o *= left if LARGE else scale
             if DELTA:
                 if DECAY:
                     b_x *= b_early[None, :]

@@ -241,6 +241,15 @@ def test_what_passes_chunks_is_known_from_several(monkeypatch):
     assert (several - truth).norm() < (gradient() - truth).norm()
 
 
+@pytest.mark.parametrize("large", [1e4, 1e12, float("inf")])
+def test_what_passed_and_is_forgotten_says_nothing_of_later_chunks(large):
+    """Of four chunks the first writes what the second reads and forgets, known to a rounding; what passes the others is exact."""
+    chunks = [(0, 0, large, -150), (0, large * (1 + 2**-9), 1, -150), (1, 0, 1, -0.1), (2, 0, 0, -0.1)]  # PASSED, READ, WRITTEN, FORGOTTEN
+    parts, dg = torch.tensor(chunks, dtype=torch.float32).view(4, 1, 4), torch.zeros(1, 64, 1)
+    passed_kernel[(4,)](parts, dg, dg, dg, 64, 1, 1, C=16, PACKED=False)
+    assert dg.eq(0).all()
+
+
 @pytest.mark.parametrize("gate, names", [(Gate.KEY, "o S0 k v g"), (Gate.SCALAR, "S0 v")])
 def test_a_scale_costs_operands_no_digit(gate, names):
     """A scale and its power of two give the same numbers in fp32, times the rest, which are rounded to bf16 once, where they are stored."""

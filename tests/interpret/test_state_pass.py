@@ -95,6 +95,17 @@ def test_a_head_s_decays_beside_many_keys_have_the_same_bits_in_narrow_and_wide_
     assert len(made[0]) == 6 and all(torch.equal(a, b) for a, b in zip(*made))
 
 
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR])
+def test_a_small_scale_costs_a_float16_state_no_digit(gate):
+    """States are read with as much of the scale as keeps them in range: what a query has more and the scale less changes no bit."""
+    x = streams(gate, Rule.ADD, torch.float16, B=1, HV=2, T=40)
+    p, made = asked(x, gate, Rule.ADD), []
+    for more in (1.0, 2.0**12):
+        scaled = replace(p, scale=2**-7 / more)
+        made.append(plan_triton.forward(scaled, x._replace(q=x.q * more), None, final=False, save=False)[0])
+    assert made[0].isfinite().all() and torch.equal(*made)
+
+
 @cells
 @pytest.mark.parametrize("T", LENGTHS.values(), ids=LENGTHS)
 def test_any_length_is_right(gate, rule, T):
