@@ -54,9 +54,9 @@ def parted(gate: Gate, rule: Rule, dtype: torch.dtype, K: int, V: int) -> bool:
     """Whether pieces scanned side by side and one after the other have the same bits: see PARTED in kernels/state_pass.py.
 
     A state in two parts needs twice the registers: of 128 channels they are there only without gates (simple GLA, H200, K=V=128, B=16,
-    T=4096, H=8, forward: 0.298 ms, in one part 0.149). A head's own decays multiply other operands in turned scans, which round otherwise.
+    T=4096, H=8, forward: 0.298 ms, in one part 0.149).
     """
-    return rule is Rule.ADD and gate is not Gate.HEAD and dtype != torch.float32 and max(K, V) <= (128 if gate is Gate.NONE else 64)
+    return rule is Rule.ADD and dtype != torch.float32 and max(K, V) <= (128 if gate is Gate.NONE else 64)
 
 
 def side_by_side(gate: Gate, rule: Rule, dtype: torch.dtype, B: int, HV: int, K: int, V: int, *, packed: bool) -> bool:

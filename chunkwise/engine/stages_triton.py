@@ -340,7 +340,8 @@ def scan(
         M, q, kd, k, decay, _, b, A, Mqw = decayed
         e, w, sk, T = k if kd is None else kd, k if b is None else b, p.HV * p.K, (Mqw if reverse else A) if low_rank else T
     by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0  # parts of a state: see PARTED
-    if by != WHOLE and not ends and parted(p.gate, p.rule, p.dtype, p.K, p.V):
+    same = parted(p.gate, p.rule, p.dtype, p.K, p.V)  # bits, side by side and one after the other
+    if by != WHOLE and not ends and same:
         parts = 2 if made.carried is None else 1
     elif made.carried is None:
         by = WHOLE
@@ -372,7 +373,7 @@ def scan(
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
         OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, PARTED=parts, REVERSE=reverse, STORE=store, TURNED=turned,
-        TMA=tma, TOKENS=tokens is not None,
+        ACROSS=turned and p.gate is Gate.HEAD and same, TMA=tma, TOKENS=tokens is not None,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

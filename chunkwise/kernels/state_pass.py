@@ -62,6 +62,7 @@ def state_pass_kernel(
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
     TOKENS: tl.constexpr,  # g and beta are read as they were made ready, see token.py
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
+    ACROSS: tl.constexpr,  # turned: decays multiply what they do in scans that are not, whose states between pieces these have
     SPLIT: tl.constexpr, IP: tl.constexpr,
     TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
@@ -295,6 +296,9 @@ def state_pass_kernel(
                 b_u = b_u * -b_f[None, :]
             if KEY:
                 b_w = b_v
+            elif ACROSS:
+                b_w = b_v
+                b_q = (b_q.to(tl.float32) * (b_start * scale)[:, None]).to(dtype)
             elif DECAY:
                 b_w = b_v.to(tl.float32) * (b_start * scale)[None, :]
             else:
@@ -329,7 +333,9 @@ def state_pass_kernel(
                 store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if TOKENS and DECAY:
                 b_end = tl.load(p_t + token.END * C + o_c)
-            if DECAY:
+            if ACROSS:
+                b_k = (b_k.to(tl.float32) * b_end[:, None]).to(dtype)
+            elif DECAY:
                 b_w = b_w.to(tl.float32) * b_end[None, :]
 
         if (ENDS and not CORRECTS) or PARTED:

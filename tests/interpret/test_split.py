@@ -1,5 +1,7 @@
 """A sequence scanned in pieces gives what it gives in one, in Triton's interpreter: outputs, last states, and every gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gate_case import double, draw, posed
@@ -103,7 +105,7 @@ def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
             assert torch.equal(alone[name], t[i : i + 1] if name in ("ST", "dS0") else t[:, rows]), f"{name} of sequence {i}"
 
 
-@pytest.mark.parametrize("gate", [Gate.NONE, Gate.SCALAR, Gate.KEY])
+@pytest.mark.parametrize("gate", [Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY])
 @pytest.mark.parametrize("cut", [Cut((2, 1, 1)), even(8)], ids=["3 pieces", "more pieces than chunks"])
 def test_pieces_one_after_the_other_have_the_bits_of_pieces_side_by_side(monkeypatch, gate, cut):
     """What rules add is scanned as a card has room: a sample's bits ask nothing of its batch. The scale is no power of two."""
@@ -111,7 +113,7 @@ def test_pieces_one_after_the_other_have_the_bits_of_pieces_side_by_side(monkeyp
     monkeypatch.setattr(stages_triton, "split", lambda *sizes, **options: cut)
     monkeypatch.setattr(stages_triton_grad, "ENOUGH", 1)
     x = draw(gate, Rule.ADD, B=2, T=72, H=1, n=2, K=24, V=40, dtype=torch.float16)
-    p = posed(x, gate, Rule.ADD)
+    p = replace(posed(x, gate, Rule.ADD), fixed=gate is Gate.HEAD)  # every gradient is the output of a scan
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), *torch.randn(2, p.N, p.HV, p.K, p.V)
     made, launched, launch = [], [], stages_triton.scan
