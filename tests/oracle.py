@@ -145,9 +145,11 @@ def engine(call: Call, **options: Any) -> dict[str, Tensor]:
 
 
 class Results(dict[str, Tensor]):
-    """Results by name. summed: of each gate's gradient, a sum of x dx over the other inputs, the largest term, all of which may cancel."""
+    """Results by name. summed: of each gate's gradient, a sum of x dx over the other inputs, the largest term, all of which may cancel.
+    along: of dq, what o do says of its part along q, in whose place a normaliser leaves nothing but rounding."""
 
     summed: Mapping[str, float] = {}
+    along: Mapping[str, Tensor] = {}
 
 
 def definition(call: Call, dtype: torch.dtype | None = torch.float64) -> Results:
@@ -166,6 +168,11 @@ def definition(call: Call, dtype: torch.dtype | None = torch.float64) -> Results
     gates = [n for n, arg in call.op.args.items() if arg.draw.__name__ == "log_decay"]
     terms = [(leaves[n].detach() * g).abs().max().item() for n, g in zero.items() if n not in gates and g.numel()]
     made.summed = {f"d{n}": max(terms, default=0.0) for n in gates}
+    if "q" in x and o.ndim == 4 and o.shape[1] == x["q"].shape[1]:
+        q = x["q"].detach()  # [B, T, H, K]
+        met = (o.detach() * weights[0]).sum(-1).abs().unflatten(2, (q.shape[2], -1)).sum(-1, keepdim=True)  # [B, T, H, 1]
+        size = q.square().sum(-1, keepdim=True)
+        made.along = {"dq": q * (met / (size + (size == 0)))}
     return made
 
 
@@ -219,6 +226,8 @@ def check(
                 error, size = honest[name].cpu().double() - t, t.double()
                 share = _norm(error, False) / _norm(size, False).clamp(min=torch.finfo(torch.float64).tiny)
                 allowed = allowed + torch.maximum(_norm(error, heads), share * _norm(size, heads))
+            if isinstance(truth, Results) and name in truth.along:
+                allowed = allowed + eps * _norm(truth.along[name], heads)
             if not allowed.isfinite().all():
                 raise AssertionError(f"{name}: the definition itself is not finite in this dtype: nothing to compare with")
             if (wrong > factor * allowed).any():
