@@ -185,6 +185,10 @@ def is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or hasattr(x, "__float__") or hasattr(x, "__index__")
 
 
+def is_whole(x: object) -> bool:
+    return isinstance(x, int) or not isinstance(x, float) and hasattr(x, "__index__")
+
+
 def extent(axis: str, sizes: Mapping[str, int]) -> int:
     """The size of an axis: a letter, a number, or a sum of them (`V+1`)."""
     return sum(int(x) if x.isdigit() else sizes[x] for x in axis.split("+"))
@@ -298,8 +302,9 @@ class Op:
                 raise TypeError(f"{self.name}: {name} must be True or False, got {x!r}")
         mine = {n: options[n] for n in self.settings}
         for name, x in mine.items():
-            if not is_number(x):
-                raise TypeError(f"{self.name}: {name} must be a number, got {x!r}")
+            whole = type(self.settings[name]) is int
+            if not is_number(x) or whole and not is_whole(x):
+                raise TypeError(f"{self.name}: {name} must be a {'whole ' if whole else ''}number, got {x!r}")
         if found := self.fault(**mine):
             raise ValueError(f"{self.name}: {found}")
 

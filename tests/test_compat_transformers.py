@@ -12,10 +12,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 if importlib.util.find_spec("fla") is not None:
     pytest.skip("fla is installed: transformers would bind it, and its fallback could not be compared with", allow_module_level=True)
 
-from compat_case import APART, CU, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
+from compat_case import APART, CU, HERE, cross_entropy, drop_in, gradients, ids, models, results, tiny, wide  # noqa: E402
 from transformers import StaticCache  # noqa: E402
 
-from chunkwise.compat.patch import PROVED  # noqa: E402
 from chunkwise.models.cache import CACHE_FIELD as CACHE  # noqa: E402
 
 
@@ -33,7 +32,7 @@ def test_model_computes_what_its_fallback_does(name):
     agree(got, truth, fallback)
 
 
-@pytest.mark.parametrize("name", PROVED)
+@pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q", "collator"])
 def test_packed_documents_are_separate_documents(name, by):
     model, x, cu = tiny(name), ids(1, CU[-1]), torch.tensor(CU, dtype=torch.int32)

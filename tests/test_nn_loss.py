@@ -144,6 +144,22 @@ def test_losses_are_sound_operators():
     torch.library.opcheck(torch.ops.chunkwise.cross_entropy_backward.default, (z, target, z.logsumexp(1), x[:, 0].contiguous(), *terms))
 
 
+@pytest.mark.parametrize("how", ["grad", "vmap", "vmap of grad", "jacrev"])
+def test_transforms_do_not_hide_a_class_that_does_not_exist(how):
+    z, bad, good = draw(3, N, V), torch.zeros(3, N, dtype=torch.int64), torch.zeros(3, N, dtype=torch.int64)
+    bad[2, 1] = V
+    loss = lambda z, target: cross_entropy(z, target)
+    call = {
+        "grad": lambda t: torch.func.grad(loss)(z[2], t[2]),
+        "vmap": lambda t: torch.vmap(loss)(z, t),
+        "vmap of grad": lambda t: torch.vmap(torch.func.grad(loss))(z, t),
+        "jacrev": lambda t: torch.func.jacrev(loss)(z[2], t[2]),
+    }[how]
+    assert call(good).isfinite().all()
+    with pytest.raises(ValueError, match=f"cross_entropy: target must be classes 0 to {V - 1} or ignore_index = -100, got {V}"):
+        call(bad)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

@@ -112,7 +112,7 @@ def test_convolution_takes_packed_and_dense_calls_in_turn():
         (dict(activation="mish"), "activation must be"),
         (dict(cu_seqlens=torch.tensor([0, 9, 4, 16])), "must rise from 0 to T = 16"),
         (dict(cu_seqlens=torch.tensor([0, 15])), "must rise from 0 to T = 16"),
-        (dict(cu_seqlens=torch.tensor([0.0, 16.0])), "int32 or int64"),
+        (dict(cu_seqlens=torch.tensor([0, 16], dtype=torch.int16)), "int32 or int64"),
         (dict(x=draw(2, 16, 5), cu_seqlens=torch.tensor([0, 16])), "flatten"),
     ],
 )
@@ -224,7 +224,7 @@ def test_offsets_win_over_an_all_ones_mask():
         (dict(attention_mask=torch.ones(1, 8)), "attention_mask must be"),
         (dict(position_ids=torch.arange(8)), "position_ids must be"),
         (dict(cu_seqlens=torch.tensor([0, 8])), "flatten"),
-        (dict(offset=torch.zeros(3)), "holds N = 3 sequences, the call has 2"),
+        (dict(offset=torch.zeros(3, dtype=torch.int64)), "holds N = 3 sequences, the call has 2"),
     ],
 )
 def test_packing_refuses_by_name(change, says):

@@ -1,8 +1,12 @@
 """Layers and modules refuse by name what does not fit, before they compute."""
 
+import inspect
+
 import pytest
 import torch
 
+import chunkwise
+from chunkwise import nn
 from chunkwise.nn import (
     GatedRMSNorm,
     RMSNorm,
@@ -67,6 +71,49 @@ def test_shapes_that_do_not_fit_are_refused():
         token_shift(torch.randn(1, 6, 4), torch.zeros(1, 4))
     with pytest.raises(ValueError, match="cross_entropy: there must be at least one class, got V = 0"):
         cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
+
+
+X, WEIGHT, TOKENS = torch.randn(1, 6, 4), torch.randn(4), torch.arange(6)[None]
+CALLS = {  # each function of tensors with all of them
+    "l2norm": dict(x=X),
+    "rms_norm": dict(x=X, weight=WEIGHT, bias=WEIGHT, gate=X),
+    "layer_norm": dict(x=X, weight=WEIGHT, bias=WEIGHT, gate=X),
+    "add_rms_norm": dict(x=X, residual=X, weight=WEIGHT, bias=WEIGHT, gate=X),
+    "add_layer_norm": dict(x=X, residual=X, weight=WEIGHT, bias=WEIGHT, gate=X),
+    "causal_conv1d": dict(x=X, weight=torch.randn(4, 3), bias=WEIGHT, initial_state=torch.randn(1, 4, 2), cu_seqlens=torch.tensor([0, 6]),
+                          residual=X),
+    "causal_conv1d_update": dict(x=X, state=torch.randn(3, 4, 2), weight=torch.randn(4, 3), bias=WEIGHT, state_indices=torch.tensor([1])),
+    "cross_entropy": dict(logits=X, target=torch.zeros(1, 6, dtype=torch.int64)),
+    "linear_cross_entropy": dict(x=X, weight=torch.randn(5, 4), target=torch.zeros(1, 6, dtype=torch.int64), bias=torch.randn(5)),
+    "glu": dict(a=X, b=X),
+    "swiglu": dict(a=X, b=X),
+    "rotary": dict(x=X[:, :, None], positions=TOKENS),
+    "token_shift": dict(x=X, initial_state=torch.randn(1, 4, 1), cu_seqlens=torch.tensor([0, 6])),
+    "plan_packing": dict(batch=1, length=6, position_ids=TOKENS, offset=torch.tensor([3])),
+}  # fmt: skip
+
+
+def test_every_function_of_tensors_is_called_here():
+    tensors = {n for n in nn.__all__ if inspect.isfunction(getattr(nn, n)) and "Tensor" in str(inspect.signature(getattr(nn, n)))}
+    assert CALLS.keys() == tensors - {"activation", "feature_map"}  # these return functions
+
+
+@pytest.mark.parametrize(("name", "argument"), [(n, a) for n, given in CALLS.items() for a, t in given.items() if torch.is_tensor(t)])
+def test_numbers_of_another_kind_and_what_is_no_tensor_are_refused_by_name(name, argument):
+    given, call = CALLS[name], getattr(nn, name)
+    call(**given)
+    t, whole = given[argument], not given[argument].is_floating_point()
+    for other in (t.float() if whole else t.long(), t.cfloat(), t.bool(), t.tolist()):
+        with pytest.raises(TypeError, match=f"{argument} must be (a tensor of integers|int64|a floating tensor), got"):
+            call(**{**given, argument: other})
+
+
+def test_a_layers_number_is_whole():
+    x = torch.randn(1, 3, 2, 4)
+    with pytest.raises(TypeError, match="lightning_attn: layer_idx must be a whole number, got 0.5"):
+        chunkwise.lightning_attn(x, x, x, layer_idx=0.5, num_layers=2)
+    with pytest.raises(TypeError, match="lightning_attn: num_layers must be a whole number, got 2.0"):
+        mixer_class("lightning_attn")(24, 2, layer_idx=0, num_layers=2.0)
 
 
 def test_convolutions_refuse_what_they_would_get_wrong():

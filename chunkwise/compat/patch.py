@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..nn.norm import GATES, rms_norm
+from ..nn.packing import sequence_index
 from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
@@ -203,6 +204,8 @@ def _separate(given: dict[str, Any]) -> dict[str, Any]:
     if mask is not None:
         further["attention_mask"] = None  # all ones: beside it, attention layers look for no documents
     x = given.get("inputs_embeds") if given.get("input_ids") is None else given.get("input_ids")
+    if x is not None and given.get("seq_idx") is None:
+        further["seq_idx"] = sequence_index(cu, x.shape[1]).int()[None]  # LFM2 of transformers 5.17 knows nothing else
     if x is not None and (positions is None or (positions.ndim == 3 and positions.shape[0] == AXES)):
         text = _within(cu, x.shape[1])
         further["position_ids"] = text if positions is None else torch.cat((text[None], positions))
@@ -214,7 +217,7 @@ def _separate(given: dict[str, Any]) -> dict[str, Any]:
 def _within(cu: Tensor, T: int) -> Tensor:
     """[1, T]: each token's place in its document."""
     token = torch.arange(T, device=cu.device)
-    return (token - cu[torch.searchsorted(cu[1:].contiguous(), token.to(cu.dtype), right=True)])[None]
+    return (token - cu[sequence_index(cu, T)])[None]
 
 
 def _offsets(positions: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -242,6 +243,13 @@ def carried(*tensors: Tensor | None) -> bool:
 def transformed() -> bool:
     """Whether one of torch.func's transforms is at work: an autograd.Function takes part, or refuses what an operator would drop."""
     return not is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def unwrapped(t: Tensor) -> Tensor:
+    """What torch.func's transforms at work have wrapped: all samples of a vmap at once, whose values can be read."""
+    while is_functorch_wrapped_tensor(t):
+        t = get_unwrapped(t)
+    return t
 
 
 def trim(kept: dict[Any, Any], most: int) -> None:

@@ -21,18 +21,24 @@ def uses_kernels(x: Tensor) -> bool:
     return TRITON and x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_device(name: str, label: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raises ValueError naming one of the others that is elsewhere than x, the argument `label`."""
-    for other, t in others.items():
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name}: {other} is on {t.device}, {label} on {x.device}")
+WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-def check_floating(name: str, **tensors: Tensor | None) -> None:
-    """Raises TypeError naming one that is no floating tensor."""
-    for label, t in tensors.items():
-        if t is not None and not t.is_floating_point():
-            raise TypeError(f"{name}: {label} must be a floating tensor, got {t.dtype}")
+def check_tensors(name: str, whole: dict[str, Tensor | None] | None = None, **tensors: Tensor | None) -> None:
+    """Of a function's arguments, of which all but the first tensor may be None: those of `tensors` must be floating, those that are `whole`
+    integers, and all on the device of the first.
+
+    Raises TypeError or ValueError naming one that is not."""
+    first, x = next(iter(tensors.items()))
+    for label, t in (*tensors.items(), *(whole or {}).items()):
+        if t is None and label != first:
+            continue
+        floating = label in tensors
+        if not isinstance(t, Tensor) or (not t.is_floating_point() if floating else t.dtype not in WHOLE):
+            given = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"{name}: {label} must be a{' floating tensor' if floating else ' tensor of integers'}, got {given}")
+        if t.device != x.device:  # type: ignore[union-attr]
+            raise ValueError(f"{name}: {label} is on {t.device}, {first} on {x.device}")  # type: ignore[union-attr]
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:

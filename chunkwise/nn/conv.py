@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine.derivative import Tensors, gradients
 from ..engine.pool import check_apart
 from .activation import activation as activation_named
-from .boundary import check_device, check_floating, define, differentiable, present, uses_kernels
+from .boundary import check_tensors, define, differentiable, present, uses_kernels
 from .norm import wide
 from .packing import check_offsets, first_rows, sequence_index
 from .tap import taps_of
@@ -196,13 +196,12 @@ def causal_conv1d(
         ValueError, TypeError: shapes, offsets or dtypes that do not fit, naming the argument.
     """
     name, axes = "causal_conv1d", "[B, D, T]" if channels_first else "[B, T, D]"
+    integers = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
+    check_tensors(name, integers, x=x, weight=weight, bias=bias, initial_state=initial_state, residual=residual)
     if x.ndim != 3:
         raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
-    check_floating(name, x=x, weight=weight, bias=bias)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"{name}: residual must be like x, {list(x.shape)} {x.dtype}, got {list(residual.shape)} {residual.dtype}")
-    others = dict(weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, residual=residual, seq_idx=seq_idx)
-    check_device(name, "x", x, **others)
     if channels_first:
         x, residual = x.transpose(1, 2), None if residual is None else residual.transpose(1, 2)
     B, T, D = x.shape
@@ -218,8 +217,8 @@ def causal_conv1d(
     activation_named(activation)
     first = None
     if seq_idx is not None:
-        if seq_idx.shape != (B, T) or seq_idx.is_floating_point():
-            raise ValueError(f"{name}: seq_idx must be [B, T] = [{B}, {T}] integers, got {list(seq_idx.shape)} {seq_idx.dtype}")
+        if seq_idx.shape != (B, T):
+            raise ValueError(f"{name}: seq_idx must be [B, T] = [{B}, {T}], got {list(seq_idx.shape)}")
         if cu_seqlens is not None or initial_state is not None or output_final_state:
             raise ValueError(f"{name}: seq_idx says where sequences begin without numbering them: no cu_seqlens and no states beside it")
         first = first_rows(seq_idx)
@@ -258,9 +257,9 @@ def causal_conv1d_update(
             gradients; TypeError: dtypes. Both name the argument.
     """
     name = "causal_conv1d_update"
+    check_tensors(name, {"state_indices": state_indices}, x=x, state=state, weight=weight, bias=bias)
     if x.ndim not in (2, 3):
         raise ValueError(f"{name}: x must be [B, D] or [B, T, D], got {list(x.shape)}")
-    check_floating(name, x=x, state=state, weight=weight, bias=bias)
     B, D = x.shape[0], x.shape[-1]
     if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
         raise ValueError(f"{name}: weight must be [D, W] with D = {D} and W >= 1, got {list(weight.shape)}")
@@ -271,9 +270,8 @@ def causal_conv1d_update(
         raise ValueError(f"{name}: state must be [slots, D, S] with D = {D} and S >= W - 1 = {W - 1}, got {list(state.shape)}")
     if state_indices is None and state.shape[0] != B:
         raise ValueError(f"{name}: state must hold B = {B} sequences, or state_indices say which, got {state.shape[0]}")
-    if state_indices is not None and (state_indices.shape != (B,) or state_indices.is_floating_point()):
-        raise ValueError(f"{name}: state_indices must be [B] = [{B}] integers, got {list(state_indices.shape)} {state_indices.dtype}")
-    check_device(name, "x", x, state=state, weight=weight, bias=bias, state_indices=state_indices)
+    if state_indices is not None and state_indices.shape != (B,):
+        raise ValueError(f"{name}: state_indices must be [B] = [{B}], got {list(state_indices.shape)}")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, state, weight, bias)):
         raise ValueError(f"{name}: works in place and has no gradient: call it under torch.no_grad()")
     if state_indices is not None and state_indices.is_cpu and not torch.compiler.is_compiling():

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..engine.derivative import Tensors, gradients, many
-from ..engine.library import transformed
-from .boundary import check_device, define, differentiable
+from ..engine.library import unwrapped
+from .boundary import check_tensors, define, differentiable
 from .vocabulary import TERMS, Terms, group_of, losses, measure, score, slopes_
 
 if TYPE_CHECKING:
@@ -132,10 +132,6 @@ _slope_op = define(
 )
 
 
-ONCE = (
-    "linear_cross_entropy: its gradient is found with the loss and has no derivative of its own; reduction='none', summed or averaged "
-    "afterwards, has one, and so has cross_entropy of logits"
-)
 SPLIT = "cross_entropy: the gradient has no derivative where a process_group splits the vocabulary"
 
 
@@ -144,8 +140,14 @@ def _formula(z: Tensor, target: Tensor, t: Terms) -> Tensor:
     return losses(*measure(z, target, t), target, t)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, t: Terms) -> Tensor:
+    """The same of the logits of a head."""
+    return _formula(_logits(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), target, t)
+
+
 class _Summed(torch.autograd.Function):
-    """The sum of the losses. Gradients come with it, unweighted: the one number that is known only later scales them."""
+    """The sum of the losses. Gradients come with it, unweighted: the one number that is known only later scales them. Their derivative is
+    the formula's, for which x and the head are kept and whose logits exist all at once."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,25 +156,27 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        some = next((inputs[i] for i in (1, 2, 0) if inputs[i] is not None and inputs[i].requires_grad), None)
-        ctx.save_for_backward(*output[1:], some)  # so that who differentiates the gradients is refused; the head is there anyway
+        ctx.save_for_backward(*inputs[:4], *output[1:])
         ctx.mark_non_differentiable(*output[1:])
-        ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
-        ctx.given = len(inputs)
+        ctx.terms, ctx.given = inputs[8:], len(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dtypes, need = ctx.dtypes, ctx.needs_input_grad
+        (*x, target), found = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        need, t = ctx.needs_input_grad[:3], Terms(*ctx.terms)
 
-        def find(x: Tensors, dy: Tensors, _: Tensors) -> Tensors:
+        def find(x: Tensors, dy: Tensors, beside: Tensors) -> Tensors:
             factor = dy[0].view(1)  # one axis: a number without axes would be rounded to the gradient's own dtype first
-            each = [(t, to) if to and w else None for t, to, w in zip(x, dtypes, need)]
-            if not torch.compiler.is_compiling() and any(map(many, (factor, *x))):
+            each = [(d, y.dtype) if y is not None and w else None for d, y, w in zip(beside[1:], x, need)]
+            if not torch.compiler.is_compiling() and any(map(many, (factor, *beside))):
                 return [None if e is None else (e[0] * factor).to(e[1]) for e in each]
             return [None if e is None else torch.mul(e[0], factor, out=torch.empty_like(e[0], dtype=e[1])) for e in each]
 
-        *x, some = ctx.saved_tensors
-        return *gradients(find, ONCE, need[:3], x, grads[:1], (some,)), *[None] * (ctx.given - 3)
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: Tensor) -> Tensors:
+            return (_linear(x, weight, bias, target, t).sum(),)
+
+        d = gradients(find, SPLIT if t.group else plain, need, x, grads[:1], (target, *found))
+        return *d, *[None] * (ctx.given - 3)
 
 
 _summed_function = differentiable(_Summed)
@@ -202,7 +206,7 @@ class _Each(torch.autograd.Function):
             return [None if y is None else t.to(y.dtype) for t, y in zip(d, x)]
 
         def plain(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, _: Tensor) -> Tensors:
-            return (_formula(_logits(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), target, t),)
+            return (_linear(x, weight, bias, target, t),)
 
         d = gradients(find, SPLIT if t.group else plain, ctx.needs_input_grad[:3], x, grads[:1], (target, lse))
         return *d, *[None] * (ctx.given - 3)
@@ -309,6 +313,7 @@ def linear_cross_entropy(
         ValueError, TypeError: as `cross_entropy`, naming the argument.
     """
     name = "linear_cross_entropy"
+    check_tensors(name, x=x, weight=weight, bias=bias)
     _check(name, "x", x, target, reduction)
     D = x.shape[-1]
     if weight.ndim != 2 or weight.shape[1] != D or weight.shape[0] < 1:
@@ -318,7 +323,6 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: bias must be [V] = [{V}], got {list(bias.shape)}")
     if rows is not None and rows < 1:
         raise ValueError(f"{name}: rows must be at least 1, got {rows}")
-    check_device(name, "x", x, weight=weight, bias=bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif any(y is not None and y.dtype != x.dtype for y in (weight, bias)):
@@ -345,29 +349,19 @@ def _count(target: Tensor, t: Terms) -> Tensor:
 def _check(name: str, label: str, x: Tensor, target: Tensor, reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if x.ndim < 1 or not x.is_floating_point():
-        raise TypeError(
-            f"{name}: {label} must be a floating tensor [..., {'V' if label == 'logits' else 'D'}], got {list(x.shape)} {x.dtype}"
-        )
-    if target.dtype != torch.int64:
+    if isinstance(target, Tensor) and target.dtype != torch.int64:
         raise TypeError(f"{name}: target must be int64, got {target.dtype}")
+    check_tensors(name, {"target": target}, **{label: x})
+    if x.ndim < 1:
+        raise ValueError(f"{name}: {label} must be [..., {'V' if label == 'logits' else 'D'}], got a number")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"{name}: target must be {list(x.shape[:-1])} like {label} without its last axis, got {list(target.shape)}")
-    check_device(name, label, x, target=target)
 
 
 def _terms(
-    name: str,
-    V: int,
-    target: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    scale: float,
-    softcap: float,
-    group: ProcessGroup | None,
-    first: int | None,
-) -> Terms:
+    name: str, V: int, target: Tensor, ignore_index: int, smoothing: float, z_loss: float, scale: float, softcap: float,
+    group: ProcessGroup | None, first: int | None,
+) -> Terms:  # fmt: skip
     if V < 1:
         raise ValueError(f"{name}: there must be at least one class, got V = {V}")
     if not 0 <= smoothing <= 1:
@@ -387,7 +381,8 @@ def _terms(
             classes = sum(shares)
     elif first is not None:
         raise ValueError(f"{name}: first_class belongs to a process_group, which is not given")
-    if target.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed():
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        target = unwrapped(target)
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if bool(wrong.any()):
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..engine.derivative import gradients
 from .activation import activation
-from .boundary import define, differentiable, uses_kernels
+from .boundary import check_tensors, define, differentiable, uses_kernels
 from .joint import together
 from .linear import Linear
 from .norm import GATES
@@ -111,9 +111,10 @@ def glu(a: Tensor, b: Tensor, act: str | None = "silu") -> Tensor:
     """act(a) * b, element by element, in a's dtype; on a GPU in one pass over memory where act is silu or sigmoid.
 
     Raises:
-        ValueError: shapes or dtypes that differ, an unknown activation.
+        ValueError: shapes or dtypes that differ, an unknown activation; TypeError: no floating tensors.
     """
     function = activation(act)
+    check_tensors("glu", a=a, b=b)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"glu: b must be like a, {list(a.shape)} {a.dtype}, got {list(b.shape)} {b.dtype}")
     if act in GATES and uses_kernels(a):
@@ -132,6 +133,7 @@ def glu_halves(ab: Tensor, act: str | None = "silu") -> Tensor:
     Raises:
         ValueError: an odd number of channels, an unknown activation.
     """
+    check_tensors("glu_halves", ab=ab)
     if ab.shape[-1] % 2:
         raise ValueError(f"glu_halves: ab must hold a and b side by side, got {list(ab.shape)}")
     if act in GATES and uses_kernels(ab) and ab.shape[-1] % (2 * HALF) == 0:

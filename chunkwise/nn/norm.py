@@ -16,7 +16,7 @@ from ..engine.derivative import Tensors, gradients
 from ..engine.library import direct
 from ..engine.memory import room
 from .activation import activation as activation_named
-from .boundary import check_device, define, differentiable, present, uses_kernels
+from .boundary import check_tensors, define, differentiable, present, uses_kernels
 
 KINDS = ("rms", "layer", "l2")
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # activations of a gate, by the names of one and the same
@@ -210,8 +210,9 @@ def _norm(
     groups: int, activation: str, out: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y in `out` or the wider of x's and residual's dtypes, h)."""
-    if x.ndim < 1 or not x.is_floating_point():
-        raise TypeError(f"{name}: x must be a floating tensor [..., D], got {list(x.shape)} {x.dtype}")
+    check_tensors(name, x=x, residual=residual, gate=gate, weight=weight, bias=bias)
+    if x.ndim < 1:
+        raise ValueError(f"{name}: x must be [..., D], got a number")
     D = x.shape[-1]
     if groups < 1 or D % groups:
         raise ValueError(f"{name}: groups must divide the {D} channels, got {groups}")
@@ -220,12 +221,9 @@ def _norm(
     for label, t in (("residual", residual), ("gate", gate)):
         if t is not None and t.shape != x.shape:
             raise ValueError(f"{name}: {label} must have x's shape {list(x.shape)}, got {list(t.shape)}")
-        if t is not None and not t.is_floating_point():
-            raise TypeError(f"{name}: {label} must be a floating tensor, got {t.dtype}")
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (D,):
             raise ValueError(f"{name}: {label} must be [D] = [{D}], got {list(t.shape)}")
-    check_device(name, "x", x, residual=residual, gate=gate, weight=weight, bias=bias)
     switches = (float(eps), groups, kind, GATES[activation], out)
     if uses_kernels(x) and (residual is None or uses_kernels(residual)) and D // groups <= WIDEST:
         y, h = _norm_function(x, residual, weight, bias, gate, *switches)

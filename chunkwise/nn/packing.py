@@ -8,6 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .boundary import WHOLE
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -102,8 +104,11 @@ def plan_packing(
 
     Raises:
         ValueError: shapes that contradict B and T, offsets that are not offsets, a mask with holes beside `cu_seqlens`,
-            more or fewer sequences than `offset` has.
+            more or fewer sequences than `offset` has; TypeError: position_ids or an offset that are no integers.
     """
+    for label, t in (("position_ids", position_ids), ("offset", offset)):
+        if t is not None and (not isinstance(t, Tensor) or t.dtype not in WHOLE):
+            raise TypeError(f"{label} must be a tensor of integers, got {t.dtype if isinstance(t, Tensor) else type(t).__name__}")
     packing = _plan(batch, length, device, attention_mask, position_ids, cu_seqlens, offset)
     if offset is not None and offset.shape != (packing.sequences,):
         raise ValueError(f"the state holds N = {offset.numel()} sequences, the call has {packing.sequences}")

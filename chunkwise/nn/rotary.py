@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..engine.derivative import singly
-from .boundary import define, differentiable, uses_kernels
+from .boundary import check_tensors, define, differentiable, uses_kernels
 
 
 def _turned(x: Tensor, positions: Tensor, theta: float, interleaved: bool, back: bool) -> Tensor:
@@ -60,10 +60,11 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
         [B, T, H, K] in x's dtype, computed in float32 for half types.
 
     Raises:
-        ValueError: K is odd, theta is not positive, or positions do not fit x.
+        ValueError: K is odd, theta is not positive, or positions do not fit x; TypeError: dtypes.
 
     Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
     """
+    check_tensors("rotary", {"positions": positions}, x=x)
     if x.ndim != 4:
         raise ValueError(f"rotary: x must be [B, T, H, K], got {list(x.shape)}")
     B, T, _, K = x.shape
@@ -71,8 +72,8 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
         raise ValueError(f"rotary: the head size K must be even, got {K}")
     if not theta > 0:
         raise ValueError(f"rotary: theta must be positive, got {theta}")
-    if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T or positions.is_floating_point():
-        raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}] integers, got {list(positions.shape)} {positions.dtype}")
+    if positions.ndim != 2 or positions.shape[0] not in (1, B) or positions.shape[1] != T:
+        raise ValueError(f"rotary: positions must be [{B}, {T}] or [1, {T}], got {list(positions.shape)}")
     if uses_kernels(x) and K <= 1024 and B < 2**16:
         return _rotary_function(x, positions, float(theta), interleaved, False)
     pair = torch.arange(K // 2, device=x.device, dtype=torch.float64)

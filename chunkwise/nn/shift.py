@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .boundary import check_device
+from .boundary import check_tensors
 from .packing import check_offsets, sequence_index
 
 
@@ -24,11 +24,11 @@ def token_shift(
         y [B, T, D]; the state [N, D, 1], memory of its own, or None. Differentiable in x and initial_state.
 
     Raises:
-        ValueError: shapes or offsets that do not fit, naming the argument.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, naming the argument.
     """
+    check_tensors("token_shift", {"cu_seqlens": cu_seqlens}, x=x, initial_state=initial_state)
     if x.ndim != 3:
         raise ValueError(f"token_shift: x must be [B, T, D], got {list(x.shape)}")
-    check_device("token_shift", "x", x, initial_state=initial_state, cu_seqlens=cu_seqlens)
     B, T, D = x.shape
     if cu_seqlens is not None:
         check_offsets(cu_seqlens, B, T)

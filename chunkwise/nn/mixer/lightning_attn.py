@@ -20,8 +20,7 @@ class LightningAttention(HeadMixer):
 
     def __init__(self, hidden_size: int, num_heads: int, *, layer_idx: int = 0, num_layers: int = 1, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
-        if not 0 <= layer_idx < num_layers:
-            raise ValueError(f"lightning_attn: layer_idx must be in 0 .. num_layers - 1 = {num_layers - 1}, got {layer_idx}")
+        self.member.check_settings(dict(layer_idx=layer_idx, num_layers=num_layers))
         self.layer_idx, self.num_layers = layer_idx, num_layers
         self.finish()
 
