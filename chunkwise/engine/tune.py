@@ -249,6 +249,11 @@ def _by_block(p: Problem) -> Config:
     return Config(*_block(p), 4, 1)
 
 
+def _value_output(p: Problem) -> Config:
+    c = _by_block(p)
+    return replace(c, BV=max(32, c.BV)) if card().arch.startswith("sm_10") else c  # Triton 3.6.0 stops there at rows of 16 to be reduced
+
+
 def _grad_pair(p: Problem) -> Config:
     """All values at once where they fit: every matrix leaves its registers where it is made. Elsewhere few: unmeasured."""
     BK, BV = _block(p)
@@ -368,7 +373,7 @@ RULES: dict[str, Callable[[Problem], Config]] = {
     for name, rule in dict(
         index=_one_warp, token=_one_warp, output=_rows_output, recurrent=_recurrent, recurrent_half=_recurrent_half,
         recurrent_v_first=_recurrent_v_first, recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=_slot_odd,
-        score_bounded=_score_bounded, decay=_decay, value_output=_by_block, affine_score=_affine_score, affine=_by_block,
+        score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_by_block,
         grad_pair=_grad_pair, grad_reader=_by_block, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
         state_pass=_output,
         state_pass_states=_states,  # without the output, storing states

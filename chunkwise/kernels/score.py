@@ -58,10 +58,10 @@ def add_sums(b_R, b_z, b_acc, TYPE: tl.constexpr, TURNED: tl.constexpr, FINE: tl
             b_acc += b_y
     else:
         b_R = b_R.to(tl.bfloat16)
-        b_hi, b_lo = parts(b_z)
+        b_hi, b_lo = parts(b_z, tl.bfloat16)
         b_acc = add_product(b_R, b_hi, b_acc, TURNED, IP)
         if TYPE == tl.float16 and FINE:
-            b_hi, b_lo = parts(b_z - b_hi.to(tl.float32))
+            b_hi, b_lo = parts(b_z - b_hi.to(tl.float32), tl.bfloat16)
             b_acc = add_product(b_R, b_hi, b_acc, TURNED, IP)
         b_acc = add_product(b_R, b_lo, b_acc, TURNED, IP)
     return b_acc

@@ -362,7 +362,7 @@ def state_pass_kernel(
                 if maps.dtype.element_ty == tl.float32:
                     tl.store(maps + (i_mid * K - NV * BV) * K + o_P, b_S, mask=m_A)
                 else:
-                    b_hi, b_lo = two_parts(b_S)
+                    b_hi, b_lo = two_parts(b_S, tl.bfloat16)
                     p_A = maps + (2 * i_mid * K - NV * BV) * K + o_P
                     tl.store(p_A, b_hi, mask=m_A)
                     tl.store(p_A + K * K, b_lo, mask=m_A)
