@@ -99,13 +99,6 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
 }
 
 
-# What Triton 3.6.0 does not build: (card, kernel, what it says). A row goes when it does.
-REFUSED = {
-    ("sm_100", "value_output_kernel", "parent layout must have at least rank >= 2"),  # of fewer slots than 16
-    ("gfx942", "conv_kernel", "Failures have been detected while processing an MLIR pass pipeline"),  # outputs in parts
-}
-
-
 def jobs() -> int:
     """This process's share of the machine, where pytest runs several side by side."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -143,8 +136,6 @@ def check(made: list[Built]) -> None:
     faults = []
     for b in made:
         about = f"{b.kernel} on {b.arch}, {b.warps} warps, {b.switches}"
-        if any((b.arch, b.kernel) == row[:2] and row[2] in (b.error or "") for row in REFUSED):
-            continue
         if b.error is not None:
             faults.append(f"{about}: {b.error}")
         elif b.shared > b.limit:

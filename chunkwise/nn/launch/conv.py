@@ -93,11 +93,11 @@ def forward(
 
 def _common(BD: int, warps: int, sizes: Sequence[int], state: Tensor | None) -> tuple[int, int, bool]:
     """Blocks of channels of which each lies in one of the parts, their warps, and whether there are such: beside a state, which takes
-    registers too, of one part alone."""
+    registers too, of one part alone; on AMD's cards too, where Triton 3.6.0 builds no stores to a tensor that was chosen."""
     if len(sizes) == 1:
         return BD, warps, True
     part = min(BD, *(n & -n for n in sizes))
-    fit = len(sizes) <= PARTS and part >= min(BD, LEAST) and state is None
+    fit = len(sizes) <= PARTS and part >= min(BD, LEAST) and state is None and not card().arch.startswith("gfx")
     return (part, max(1, warps * part // BD), True) if fit else (BD, warps, False)
 
 
