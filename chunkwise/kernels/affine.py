@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets, meets
-from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, log2_gate, mask2, row_sums
+from .tile import RCP_LN2, chunk_place, dense_place, load_chunk, load_rows, log2_gate, mask2, row_sums
 
 
 @triton.jit
@@ -142,10 +142,7 @@ def affine_score_kernel(
     TMA: tl.constexpr,  # q, k, a, b, g are descriptors of [B, heads, T, columns], not pointers; never with FAR
 ):  # fmt: skip
     """One program a (chunk, value head)."""
-    pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
     if FAR:
@@ -153,9 +150,7 @@ def affine_score_kernel(
         if n >= L:
             return
     TYPE: tl.constexpr = M.dtype.element_ty
-    NC = tl.cdiv(T, C)
-    i_b = pid // HV // NC
-    t = (pid // HV - i_b * NC) * C
+    i_b, t = dense_place(i_slot, T, C)
     o_c = tl.arange(0, C)
     i, j = o_c[:, None], o_c[None, :]
     i_h, i_a = i_hv // GROUP, i_hv // GROUP_A
@@ -211,11 +206,7 @@ def affine_kernel(
 ):  # fmt: skip
     """One program a (chunk, value head, block of keys)."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    i_k = pid % NK
-    i_slot = (pid // NK // HV).to(tl.int64)
-    i_hv = pid // NK % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    i_k, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, NK)
     if L <= 0:
         return
     TYPE: tl.constexpr = k.dtype.element_ty

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets
-from .tile import chunk_rows, load_chunk, log2_gate, store_chunk
+from .tile import chunk_place, dense_place, load_chunk, log2_gate, store_chunk
 from .token import store_tokens, token_place
 
 
@@ -41,16 +41,11 @@ def score_bounded_kernel(
 ):  # fmt: skip
     """One program a (chunk, value head). M and T of rows in reach (of others anything), the decayed operands of all."""
     NK: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     i_h = i_hv // GROUP
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
-    NC = tl.cdiv(T, C)
-    i_b = (i_slot // NC).to(tl.int32)
-    t = (i_slot % NC).to(tl.int32) * C
+    i_b, t = dense_place(i_slot, T, C)
     TYPE: tl.constexpr = kr.dtype if TMA else kr.dtype.element_ty
     GATE: tl.constexpr = g.dtype if TMA else g.dtype.element_ty
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)

@@ -23,8 +23,10 @@ import triton.language as tl
 from .score import fitting
 from .tile import (
     FLOOR,
+    chunk_place,
     chunk_rows,
     decay_sums,
+    dense_place,
     load_chunk,
     load_gate,
     load_rows,
@@ -46,7 +48,7 @@ FORGOTTEN = tl.constexpr(3)  # G_C
 def load_state(S, i_slot, i_hv, HV, i_v, i_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr):
     """Values i_v * BV.., keys i_k * BK.. of one chunk's S' [BV, BK]."""
     if TMA:
-        b_S = tl.reshape(S.load([i_slot, i_hv, i_v * BV, i_k * BK]), [BV, BK])
+        b_S = tl.reshape(S.load([i_slot.to(tl.int32), i_hv, i_v * BV, i_k * BK]), [BV, BK])
     else:
         o_v, o_k = i_v * BV + tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
         b_S = load_rows(S + (i_slot.to(tl.int64) * HV + i_hv) * V * K, 0, K, o_v, o_k, V, K, BK)
@@ -82,16 +84,11 @@ def grad_kernel(
     FIT: tl.constexpr = v.dtype.element_ty == tl.float16  # whose range gradients of pairs may leave
     TYPE: tl.constexpr = v.dtype.element_ty
     OUT: tl.constexpr = dq.dtype if TMA else dq.dtype.element_ty
-    pid = tl.program_id(0)
-    i_slot = pid // HV
-    i_hv = pid - i_slot * HV
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     i_h = i_hv // GROUP
-    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
-    NC = tl.cdiv(T, C)
-    i_b = i_slot // NC
-    t = (i_slot - i_b * NC) * C
+    i_b, t = dense_place(i_slot, T, C)
     o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
     i, j = o_c[:, None], o_c[None, :]
     o_h = (row + o_c) * HV + i_hv  # [C]
@@ -201,7 +198,7 @@ def grad_kernel(
         passed = b_all * tl.sum(tl.sum(b_through, 1), 0)
         b_dg += passed
         if PARTS:
-            p_part = parts + pid * 4
+            p_part = parts + (i_slot * HV + i_hv) * 4
             tl.store(p_part + PASSED, passed)
             tl.store(p_part + READ, tl.sum(b_sums, 0))
             tl.store(p_part + WRITTEN, tl.sum(b_ends * b_end, 0))
@@ -222,12 +219,10 @@ def passed_kernel(
     takes the mean, in which another's weight is the square of what both and those between them keep.
     """
     GROUP: tl.constexpr = 8
-    pid = tl.program_id(0)
-    i_slot = pid // HV
-    i_hv = pid - i_slot * HV
-    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
+    i_slot = i_slot.to(tl.int32)
     if PACKED:
         low = 0  # the sequence: first[low] <= i_slot < first[low + 1], of empty ones the last
         high = N

@@ -6,7 +6,7 @@ Formulas and names as in grad.py.
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, early_sums, load_gate, load_rows, pair_decay, start, whole
+from .tile import chunk_place, decay_sums, early_sums, load_gate, load_rows, pair_decay, start, whole
 
 
 @triton.jit
@@ -36,10 +36,7 @@ def grad_blocks_kernel(
     """One program a (chunk, value head)."""
     DECAY: tl.constexpr = GATE != "none"
     TYPE: tl.constexpr = k.dtype.element_ty
-    pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
     i_h = i_hv // GROUP

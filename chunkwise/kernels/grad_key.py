@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .grad import load_state
 from .score import add_sums, fitting, gate_parts, gate_sums, load_sets
-from .tile import chunk_rows, load_chunk, load_rows, load_strength, row_sums, shared_strength, store_chunk
+from .tile import chunk_place, dense_place, load_chunk, load_rows, load_strength, row_sums, shared_strength, store_chunk
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -35,13 +35,10 @@ def grad_key_kernel(
     TMA: tl.constexpr,  # do, y, D, dq, de, dk, dg are descriptors of [B, heads, T, columns], S, dS of their shape, not pointers
 ):  # fmt: skip
     """One program a (chunk, value head), block of keys by block of keys. All V values at once: BV >= V."""
-    pid = tl.program_id(0)
-    i_slot = pid // HV
-    i_hv = pid - i_slot * HV
-    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
-    if tl.load(near + pid) < C:
+    if tl.load(near + i_slot * HV + i_hv) < C:
         return
     TYPE: tl.constexpr = kr.dtype.element_ty
     OUT: tl.constexpr = dk.dtype if TMA else dk.dtype.element_ty
@@ -50,14 +47,12 @@ def grad_key_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     FEW: tl.constexpr = min(BV, 32)
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    NC = tl.cdiv(T, C)
-    i_b = i_slot // NC
-    t = (i_slot - i_b * NC) * C
+    i_b, t = dense_place(i_slot, T, C)
     o_c, o_v, o_k = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BK)
     m_c = o_c < L
     i, j = o_c[:, None], o_c[None, :]
     o_h = (row + o_c) * HV + i_hv  # [C]
-    p_all = decay + (i_slot.to(tl.int64) * HV + i_hv) * K
+    p_all = decay + (i_slot * HV + i_hv) * K
     first = (row * HV + i_hv) * K
     o_in = i * (HV * K) + o_k[None, :]  # 32 bits: the host keeps C * stride below 2^31
     qd, kr, g = qd + first, kr + first, g + first

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .grad import load_state
 from .score import add_sums, chosen, fitting, gate_parts, is_chosen, load_sets, meets
-from .tile import RCP_LN2, chunk_rows, load_chunk, load_rows, load_strength, shared_strength
+from .tile import RCP_LN2, chunk_rows, dense_place, load_chunk, load_rows, load_strength, shared_strength
 
 
 @triton.jit
@@ -86,9 +86,7 @@ def block_grads(
     EXACT: tl.constexpr = (TYPE == tl.float32) or (g.dtype.element_ty == TYPE)
     row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L > 0:
-        NC = tl.cdiv(T, C)
-        i_b = i_slot // NC
-        t = (i_slot - i_b * NC) * C
+        i_b, t = dense_place(i_slot, T, C)
         i_h = i_hv // GROUP
         o_c = tl.arange(0, C)
         o_k = i_k * BK + tl.arange(0, BK)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .score import fitting
-from .tile import chunk_rows, load_rows, mask2
+from .tile import chunk_place, load_rows, mask2
 
 
 @triton.jit
@@ -58,10 +58,7 @@ def grad_pair_kernel(
     LOW_RANK: tl.constexpr, PACKED: tl.constexpr, IP: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head)."""
-    pid = tl.program_id(0)
-    i_slot = (pid // HV).to(tl.int64)
-    i_hv = pid % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
     TYPE: tl.constexpr = v.dtype.element_ty

@@ -17,7 +17,7 @@ import triton.language as tl
 from .grad import load_state
 from .grad_pair import add_pairs
 from .score import add_sums, gate_parts, gate_sums, load_sets
-from .tile import RCP_LN2, chunk_rows, column_sums, load_rows, store_chunk
+from .tile import RCP_LN2, chunk_place, column_sums, dense_place, load_rows, store_chunk
 
 
 @triton.jit
@@ -87,22 +87,16 @@ def grad_reader_kernel(
     TMA: tl.constexpr,  # dq, da, dg are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
     """Gradients of q and a. One program a (chunk, value head, block of keys)."""
-    pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    i_k = pid % BLOCKS
-    i_slot = pid // BLOCKS // HV
-    i_hv = pid // BLOCKS % HV
-    i_block = i_slot.to(tl.int64) * HV + i_hv
+    i_k, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, BLOCKS)
+    i_block = i_slot * HV + i_hv
     p_back = backs + i_block * 4
-    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
     TYPE: tl.constexpr = k.dtype.element_ty
     OUT: tl.constexpr = dq.dtype if TMA else dq.dtype.element_ty
     OUT_A: tl.constexpr = da.dtype if TMA else da.dtype.element_ty
-    NC = tl.cdiv(T, C)
-    i_b = i_slot // NC
-    t = (i_slot - i_b * NC) * C
+    i_b, t = dense_place(i_slot, T, C)
     o_c = tl.arange(0, C)
     o_v = tl.arange(0, BV)
     q += i_hv // GROUP * K
@@ -199,14 +193,10 @@ def grad_writer_kernel(
     TMA: tl.constexpr,  # dk, db, dg are descriptors as there, S and dS too
 ):  # fmt: skip
     """Gradients of k, b and the gate. One program a (chunk, value head, block of keys)."""
-    pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
-    i_k = pid % BLOCKS
-    i_slot = pid // BLOCKS // HV
-    i_hv = pid // BLOCKS % HV
-    i_block = i_slot.to(tl.int64) * HV + i_hv
+    i_k, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, BLOCKS)
+    i_block = i_slot * HV + i_hv
     p_back = backs + i_block * 4
-    row, L = chunk_rows(chunks, i_slot.to(tl.int64), T, C, PACKED)
     if L <= 0:
         return
     if GATED:
@@ -215,9 +205,7 @@ def grad_writer_kernel(
     TYPE: tl.constexpr = k.dtype.element_ty
     OUT: tl.constexpr = dk.dtype if TMA else dk.dtype.element_ty
     OUT_A: tl.constexpr = db.dtype if TMA else db.dtype.element_ty
-    NC = tl.cdiv(T, C)
-    i_b = i_slot // NC
-    t = (i_slot - i_b * NC) * C
+    i_b, t = dense_place(i_slot, T, C)
     o_c = tl.arange(0, C)
     o_v = tl.arange(0, BV)
     q += i_hv // GROUP * K

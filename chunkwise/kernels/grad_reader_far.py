@@ -10,7 +10,7 @@ import triton.language as tl
 from .grad_pair import add_pairs
 from .grad_reader import from_state, passed
 from .score import add_sums, gate_parts, gate_sums, load_sets, meets
-from .tile import chunk_rows, load_rows, log2_gate, mask2
+from .tile import chunk_place, load_rows, log2_gate, mask2
 
 
 @triton.jit
@@ -90,12 +90,8 @@ def grad_reader_far_kernel(
     """One program a (chunk, value head, block of keys): the gradients one after the other, each level by level."""
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     NK: tl.constexpr = (BLOCKS + EACH - 1) // EACH
-    pid = tl.program_id(0)
-    i_k = pid % BLOCKS
+    i_k, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, BLOCKS)
     o_k = i_k * BK + tl.arange(0, BK)
-    i_slot = (pid // BLOCKS // HV).to(tl.int64)
-    i_hv = pid // BLOCKS % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
     if L <= 0:
         return
     if tl.load(near + (i_slot * HV + i_hv) * NK + i_k // EACH) != 0:

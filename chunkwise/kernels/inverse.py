@@ -8,7 +8,7 @@ Only blocks on and below the diagonal are computed. A product takes 16 rows at l
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, early_sums, load_chunk, load_gate, pair_decay
+from .tile import chunk_place, decay_sums, dense_place, early_sums, load_chunk, load_gate, pair_decay
 from .token import store_tokens, token_place
 
 
@@ -177,16 +177,12 @@ def inverse_kernel(
     IPT: tl.constexpr,  # of the fp32 products that make T
 ):  # fmt: skip
     """One program a (chunk, value head)."""
-    pid = tl.program_id(0)
-    i_slot = pid // HV
-    i_hv = pid - i_slot * HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
     o_c = tl.arange(0, C)
     m_c = o_c < L
-    i_b = i_slot // tl.cdiv(T, C)  # of dense sequences
-    t = (i_slot - i_b * tl.cdiv(T, C)) * C
+    i_b, t = dense_place(i_slot, T, C)
     b_M = tl.zeros([C, C], tl.float32)
     for i_k in range((K + BK - 1) // BK):
         b_k = load_chunk(k, row, sk, i_b, i_hv // GROUP, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]

@@ -10,7 +10,7 @@ TURNED: keys and values have changed places (dq, dk): x and y are of value heads
 import triton
 import triton.language as tl
 
-from .tile import chunk_rows, decay_sums, load_gate, load_rows, pair_decay, start, whole
+from .tile import chunk_place, decay_sums, load_gate, load_rows, pair_decay, start, whole
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -23,11 +23,7 @@ def output_kernel(
 ):  # fmt: skip
     """One program a (chunk, value head, block of z's columns)."""
     NZ: tl.constexpr = (Z + BZ - 1) // BZ
-    pid = tl.program_id(0)
-    i_z = pid % NZ
-    i_slot = (pid // NZ // HV).to(tl.int64)
-    i_hv = pid // NZ % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    i_z, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, NZ)
     if L <= 0:
         return
     i_x, i_y = i_hv // GROUP, i_hv

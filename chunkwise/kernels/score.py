@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .inverse import invert, parts
-from .tile import RCP_LN2, chunk_rows, load_rows
+from .tile import RCP_LN2, chunk_place, load_rows
 
 GROUPED = tl.constexpr(8)
 LOWEST = tl.constexpr(-104.0)  # natural; exp of it is 0 in fp32
@@ -175,9 +175,7 @@ def score_kernel(
     for i in range(tl.where(tl.max(b_chosen, 0) > 0, each, 0)):
         if is_chosen(b_chosen, i):
             i_block = tl.program_id(0) * each + i
-            i_slot = (i_block // HV).to(tl.int64)
-            i_hv = i_block % HV
-            row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+            _, _, i_hv, row, L = chunk_place(i_block, chunks, HV, T, C, PACKED)
             n = tl.load(near + i_block).to(tl.int32)
             if n < L:
                 far_scores(q, e, k, g, beta, sets, Tinv, M, sk, HV, scale, row, L, n, i_hv, K, C, BK, GROUP, DELTA, USE_BETA, IP, IPG, IPT)

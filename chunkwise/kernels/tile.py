@@ -28,6 +28,25 @@ def chunk_rows(chunks, i_slot, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def chunk_place(pid, chunks, HV, T, C: tl.constexpr, PACKED: tl.constexpr, BLOCKS: tl.constexpr = 1):
+    """Of a program a (chunk, value head, block): block, slot in 64 bits, head, and of the chunk what `chunk_rows` says."""
+    i_block = pid % BLOCKS
+    i_slot = (pid // BLOCKS // HV).to(tl.int64)
+    i_hv = pid // BLOCKS % HV
+    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    return i_block, i_slot, i_hv, row, L
+
+
+@triton.jit
+def dense_place(i_slot, T, C: tl.constexpr):
+    """Sequence and token that a slot of dense sequences begins at, for the copy engine, which counts in 32 bits."""
+    i_slot = i_slot.to(tl.int32)
+    NC = tl.cdiv(T, C)
+    i_b = i_slot // NC
+    return i_b, (i_slot - i_b * NC) * C
+
+
+@triton.jit
 def sequence(
     cu_seqlens, index, accepted, i_n, T, columns, PACKED: tl.constexpr, INDEXED: tl.constexpr, ACCEPTED: tl.constexpr,
 ):  # fmt: skip

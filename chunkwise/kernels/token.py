@@ -10,7 +10,7 @@ first state. That is decided for each reader by its own G, so that no later toke
 import triton
 import triton.language as tl
 
-from .tile import NEAR, NEVER, chunk_rows, decay_sums, load_gate, load_strength, start, whole
+from .tile import NEAR, NEVER, chunk_place, decay_sums, load_gate, load_strength, start, whole
 
 BETA = tl.constexpr(0)
 START = tl.constexpr(1)  # e^G
@@ -25,7 +25,7 @@ ALL_NEAR = tl.constexpr(2.0**-99.5)  # of e^(G_C): above it no token is far, rou
 @triton.jit
 def token_place(tokens, i_slot, i_hv, HV, C: tl.constexpr, GATE: tl.constexpr):
     """Where those of a chunk begin."""
-    return tokens + (i_slot.to(tl.int64) * HV + i_hv) * ((KINDS if GATE == "scalar" else 1) * C)
+    return tokens + (i_slot * HV + i_hv) * ((KINDS if GATE == "scalar" else 1) * C)
 
 
 @triton.jit
@@ -81,10 +81,7 @@ def token_kernel(
     C: tl.constexpr, GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head): what the kernel that makes T leaves, where it does not run."""
-    pid = tl.program_id(0)
-    i_slot = pid // HV
-    i_hv = pid - i_slot * HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
     o_c = tl.arange(0, C)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .score import gate_parts, gate_sums, load_sets, meets
-from .tile import chunk_rows, load_rows
+from .tile import chunk_place, load_rows
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -23,11 +23,7 @@ def value_output_kernel(
 ):  # fmt: skip
     """One program a (chunk, value head, block of values)."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v = pid % NV
-    i_slot = (pid // NV // HV).to(tl.int64)
-    i_hv = pid // NV % HV
-    row, L = chunk_rows(chunks, i_slot, T, C, PACKED)
+    i_v, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED, NV)
     if L <= 0:
         return
     TYPE: tl.constexpr = v.dtype.element_ty
