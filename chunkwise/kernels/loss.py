@@ -14,9 +14,9 @@ def squash(b_z, scale, softcap, CAP: tl.constexpr):
     return b_z * scale
 
 
-@triton.jit(do_not_specialize=["R", "ignore_index", "first"])
+@triton.jit(do_not_specialize=["ignore_index", "first"])
 def loss_kernel(
-    z, target, lse, hit, total, weight, sz, R, ignore_index, first, scale, softcap, smoothing, spread, z_loss,
+    z, target, lse, hit, total, weight, sz, ignore_index, first, scale, softcap, smoothing, spread, z_loss,
     V: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, WEIGHT: tl.constexpr, MEASURE: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip

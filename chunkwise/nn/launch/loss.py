@@ -31,7 +31,7 @@ def _launch(
         return
     BV = min(4096, max(16, 1 << (V - 1).bit_length()))
     loss_kernel[(R,)](
-        z, target.contiguous(), lse.contiguous(), hit, total, lse if weight is None else weight, z.stride(0), R, t.ignore_index, t.first,
+        z, target.contiguous(), lse.contiguous(), hit, total, lse if weight is None else weight, z.stride(0), t.ignore_index, t.first,
         t.scale, t.softcap or 1.0, t.smoothing, t.smoothing / t.classes, t.z_loss,
         V=V, BV=BV, CAP=bool(t.softcap), SUM=bool(t.smoothing), WEIGHT=weight is not None, MEASURE=MEASURE, SLOPE=SLOPE,
         num_warps=8 if BV >= 2048 else 4,
