@@ -26,13 +26,14 @@ from ..engine.problem import Problem, given
 from ..engine.tune import RULES, padded
 from .case import SIZES, Case, Inputs, draw
 from .clock import Side, Time, race
-from .measure import ours
+from .measure import free, ours
 from .peer import Work
 from .proof import detached, prove
 
 GAIN = 0.99  # a candidate is taken where it needs at most this share of the rule's time, and four of five of its times are below
 STEPS = 3  # from the rule's config, at most
 LONGER = 3  # so many rounds more has the last race, of what was found beside the rule's
+CONTEXT = 1 << 30  # bytes of the device that a process takes before it asks for any
 NARROW = 64  # values: blocks are not made narrower than this, for what ptxas 12.8 does to narrow operands (docs/facts/kernels.md)
 PASSES = {"forward": False, "forward+backward": True}
 
@@ -128,10 +129,13 @@ def _rule(c: Case, backward: bool, states: bool, device: str) -> tuple[Callable[
 def compare(c: Case, backward: bool, states: bool, kernel: str, config: Config, device: str) -> str:
     """In a worker: "" if the candidate gives the rule's bits, else what it does instead."""
     call, want = _rule(c, backward, states, device)
+    same = True
     try:
         with using({kernel: config}):
-            got = detached(call())
-            again = detached(call())
+            for _ in range(2):
+                made = detached(call())
+                same = same and all(torch.equal(made[n], t) for n, t in want.items())
+                del made
     except Exception as error:  # it cannot be built, or does not fit
         try:
             if torch.device(device).type == "cuda":
@@ -139,7 +143,6 @@ def compare(c: Case, backward: bool, states: bool, kernel: str, config: Config, 
         except Exception:  # what comes after it here would fail too
             os._exit(1)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    same = all(torch.equal(got[n], t) and torch.equal(again[n], t) for n, t in want.items())
     return "" if same else "other bits"
 
 
@@ -147,21 +150,36 @@ def workers(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
+def room(call: Callable[[], Any], device: torch.device, jobs: int) -> int:
+    """So many workers, of `jobs`, that their memory fits the device beside what is timed here: each has what the call needs, and what it
+    is compared with."""
+    if device.type != "cuda":
+        return jobs
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    need = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    left = torch.cuda.mem_get_info(device)[0] - 4 * need
+    return max(1, min(jobs, left // (2 * need + CONTEXT)))
+
+
 def tune(
     c: Case,
     device: torch.device,
-    crew: Crew,
     *,
     backward: bool = True,
+    jobs: int = 4,
     rounds: int | None = None,
     kernels: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Best]:
     """The fastest configs of a case's kernels, each kept while the next are tried; `kernels`: those alone; rounds: of a race, None: what
-    fits into half a second. `crew`: of `workers`.
+    fits into a tenth of a second; jobs: processes that build and compare, fewer where their memory would not fit.
 
     Raises ValueError where the call is wrong with the rules' configs, or runs no kernels.
     """
+    free(device)
     x = draw(c, device)
     work = ours(c, x)
     calls = {p: call for p, call in (("forward", work.forward), ("forward+backward", work.step)) if call and (backward or not PASSES[p])}
@@ -169,27 +187,30 @@ def tune(
     held: dict[str, Config] = {}
     made: list[Best] = []
     done: set[str] = set()
-    for name, call in calls.items():
-        with using({}):
-            _, why = (proof if PASSES[name] else proof.outputs()).judge(detached(call()))
-        if why:
-            raise ValueError(f"tune: {c.op} is wrong before anything is tuned: {why}")
-        found = [u for u in uses(call) if u.kernel not in done and (kernels is None or u.kernel in kernels)]
-        done |= {u.kernel for u in found}
-        case = f"{c.op} {','.join(str(c.sizes[n]) for n in SIZES)}{f',{c.N}' if c.N else ''} {c.dtype} {name}"
-        search = Search(c, device, crew, PASSES[name], call, held, rounds, say)
-        for u, config, tried in search(found):
-            if not search.moves[u]:
-                say(f"{u.kernel}: makes no difference to the call, with {tried} others: nothing is kept")
-                continue
-            with_it, ruled = search.confirm(u, config)
-            if config != u.ruled:
-                why = "" if with_it.p50 <= GAIN * ruled.p50 and with_it.p80 < ruled.p20 else "too little"
-                if why := why or search.elsewhere(u, config):
-                    say(f"{u.kernel} {text(config)}: {1e3 * with_it.p50:.4f} ms, {1e3 * ruled.p50:.4f} by the rule: not kept, {why}")
-                    config, with_it = u.ruled, ruled
-            held[u.kernel] = config
-            made.append(Best(u, config, 1e3 * with_it.p50, 1e3 * ruled.p50, tried, case))
+    with using({}):
+        most = room(list(calls.values())[-1], device, jobs)
+    with Crew(workers, most) as crew:
+        for name, call in calls.items():
+            with using({}):
+                _, why = (proof if PASSES[name] else proof.outputs()).judge(detached(call()))
+            if why:
+                raise ValueError(f"tune: {c.op} is wrong before anything is tuned: {why}")
+            found = [u for u in uses(call) if u.kernel not in done and (kernels is None or u.kernel in kernels)]
+            done |= {u.kernel for u in found}
+            case = f"{c.op} {','.join(str(c.sizes[n]) for n in SIZES)}{f',{c.N}' if c.N else ''} {c.dtype} {name}"
+            search = Search(c, device, crew, PASSES[name], call, held, rounds, say)
+            for u, config, tried in search(found):
+                if not search.moves[u]:
+                    say(f"{u.kernel}: makes no difference to the call, with {tried} others: nothing is kept")
+                    continue
+                with_it, ruled = search.confirm(u, config)
+                if config != u.ruled:
+                    why = "" if with_it.p50 <= GAIN * ruled.p50 and with_it.p80 < ruled.p20 else "too little"
+                    if why := why or search.elsewhere(u, config):
+                        say(f"{u.kernel} {text(config)}: {1e3 * with_it.p50:.4f} ms, {1e3 * ruled.p50:.4f} by the rule: not kept, {why}")
+                        config, with_it = u.ruled, ruled
+                held[u.kernel] = config
+                made.append(Best(u, config, 1e3 * with_it.p50, 1e3 * ruled.p50, tried, case))
     if not done:
         raise ValueError(f"tune: {c.op} runs no kernels on {device}")
     return made

@@ -21,7 +21,7 @@ def tune(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     kernel: Annotated[list[str] | None, typer.Option(help="Tune this kernel alone; again for more; none: all that run.")] = None,
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Forward and forward+backward, or forward alone.")] = True,
-    jobs: Annotated[int, typer.Option(help="Processes that build, with inputs and results on the card; 0: a core each, to 16.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that build, fewer where the card's memory is short; 0: a core each, to 16.")] = 0,
     repeat: Annotated[int, typer.Option(help="Rounds of a race of two; 0: what fits into a tenth of a second.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the card's file; none: in the package, where calls look for it.")] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Say what would be kept, and keep nothing.")] = False,
@@ -32,7 +32,6 @@ def tune(
     from chunkwise import __version__
     from chunkwise.bench import tuner
     from chunkwise.bench.case import case, plain, shapes
-    from chunkwise.engine.crew import Crew
     from chunkwise.engine.measured import at, load, save
     from chunkwise.spec import all_ops
 
@@ -60,21 +59,21 @@ def tune(
     versions = f"chunkwise {__version__}, torch {torch.__version__}, triton {triton.__version__}"
     when = f"{datetime.date.today().isoformat()}, {versions}"
     failed = []
-    with Crew(tuner.workers, jobs or min(16, len(os.sched_getaffinity(0)))) as crew:
-        for c in cases:
-            start = time.perf_counter()
-            say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
-            try:
-                made = tuner.tune(c, device, crew, backward=backward, rounds=repeat or None, kernels=kernel, say=say)
-            except Exception as error:  # one member that fails does not stop the others
-                failed.append(f"{c.op} {c.shape}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                continue
-            for b in made:
-                rule = "as the rule says" if b.config == b.use.ruled else f"instead of {tuner.text(b.use.ruled)}, {b.ruled_ms:.4f} ms"
-                say(f"{b.use.kernel}: {tuner.text(b.config)}, {b.ms:.4f} ms, {rule}; {b.tried} others tried")
-            if made and not dry:
-                say(f"kept in {save(card, tuner.kept(made, when), out)}")
-            say(f"{time.perf_counter() - start:.0f} s")
+    jobs = jobs or min(16, len(os.sched_getaffinity(0)))
+    for c in cases:
+        start = time.perf_counter()
+        say = lambda line, c=c: print(f"{c.op} {c.shape}: {line}", flush=True)  # noqa: E731
+        try:
+            made = tuner.tune(c, device, backward=backward, jobs=jobs, rounds=repeat or None, kernels=kernel, say=say)
+        except Exception as error:  # one member that fails does not stop the others
+            failed.append(f"{c.op} {c.shape}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            continue
+        for b in made:
+            rule = "as the rule says" if b.config == b.use.ruled else f"instead of {tuner.text(b.use.ruled)}, {b.ruled_ms:.4f} ms"
+            say(f"{b.use.kernel}: {tuner.text(b.config)}, {b.ms:.4f} ms, {rule}; {b.tried} others tried")
+        if made and not dry:
+            say(f"kept in {save(card, tuner.kept(made, when), out)}")
+        say(f"{time.perf_counter() - start:.0f} s")
     if failed:
         raise Failure("; ".join(failed))
 

@@ -20,6 +20,15 @@ from chunkwise.spec import Gate, Rule
 class Here:
     """Workers that are this process."""
 
+    def __init__(self, start, jobs):
+        assert jobs == 4
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
     def each(self, work, items):
         return (work(*item) for item in items)
 
@@ -48,6 +57,7 @@ def test_a_case_is_tuned_by_what_keeps_its_bits(monkeypatch):
         o, _, _ = plan_triton.forward(p, x, None, final=False, save=False)
         return {"o": o + (RULES["inverse"](p) == spoils)}
 
+    monkeypatch.setattr(tuner, "Crew", Here)
     monkeypatch.setattr(tuner, "ours", lambda c, x: Work(forward, None))
     monkeypatch.setattr(tuner, "prove", lambda *a: Right())
 
@@ -57,7 +67,7 @@ def test_a_case_is_tuned_by_what_keeps_its_bits(monkeypatch):
 
     monkeypatch.setattr(tuner, "race", race)
     c = case("delta_rule", shape="1,20,1,1,16,16", dtype="float32")
-    best = tuner.tune(c, torch.device("cpu"), Here(), rounds=1, say=said.append)
+    best = tuner.tune(c, torch.device("cpu"), rounds=1, say=said.append)
     assert {u.kernel for u in asked} == {"inverse", "state_pass"}
     assert f"inverse {tuner.text(spoils)}: other bits" in said
     about = {b.use.kernel: (b.config, b.use.ruled, b.ms, b.ruled_ms, b.tried, b.case) for b in best}
@@ -66,11 +76,11 @@ def test_a_case_is_tuned_by_what_keeps_its_bits(monkeypatch):
     assert all(tuner.kept(best, "now")[b.use.key, b.use.ruled].config == b.config for b in best)
     noisy = lambda s, *a, **k: {n: Time(*[Samples(0.9 * t, t, 1.2 * t)] * 3) for n, t in zip(s, (0.9, 1.0))}  # noqa: E731
     monkeypatch.setattr(tuner, "race", noisy)
-    assert all(b.config == b.use.ruled for b in tuner.tune(c, torch.device("cpu"), Here(), rounds=1, say=said.append))
+    assert all(b.config == b.use.ruled for b in tuner.tune(c, torch.device("cpu"), rounds=1, say=said.append))
     assert any("by the rule: not kept" in line for line in said)
     monkeypatch.setattr(tuner, "race", lambda s, *a, **k: {n: Time(*[Samples(1.0, 1.0, 1.0)] * 3) for n in s})
-    assert tuner.tune(c, torch.device("cpu"), Here(), rounds=1, say=said.append) == []
+    assert tuner.tune(c, torch.device("cpu"), rounds=1, say=said.append) == []
     assert "inverse: makes no difference to the call, with 1 others: nothing is kept" in said
     monkeypatch.setattr(Right, "why", "o is off")
     with pytest.raises(ValueError, match="o is off"):
-        tuner.tune(c, torch.device("cpu"), Here(), rounds=1)
+        tuner.tune(c, torch.device("cpu"), rounds=1)
