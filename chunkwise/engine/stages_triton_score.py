@@ -40,13 +40,13 @@ def group(blocks: int) -> int:
     return GROUPED.value if blocks >= 4096 else 1
 
 
-def sets(p: Problem, device: torch.device) -> Tensor:
-    """[3 * LEVELS + 4, C, C] in q's dtype: which gates make up the decays of score.py (row i: of token i; -1: counted backwards).
+def sets(p: Problem, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """[3 * LEVELS + 4, C, C] in q's dtype or another: which gates make up the decays of score.py (row i: of token i; -1: backwards).
 
     Blocks of 2^level rows whose pairs meet across their border, then around their middle; then from the chunk's start and to its end.
     Then the levels and the chunk's start again, as rows that read before their own token forgets meet them (affine.py).
     """
-    return _sets(p.C, p.dtype, device=device)
+    return _sets(p.C, dtype or p.dtype, device=device)
 
 
 @constant
@@ -154,11 +154,12 @@ def grads(
 
     if once:
         c, BV = config("grad_key", p), padded(p.V)
+        sums = sets(p, q.device, torch.bfloat16)  # once is never of fp32
         out = [described(t, p.HV * p.K, p.C, c.BK) if tma and c.tma and t is not q else t for t in (dq, de, dk, dg)]
         few = {n: s for n, s in on.items() if n != "GROUP"}
         launch(
             grad_key_kernel, at.slots * p.HV, decayed.qd, decayed.kr if decayed.kd is None else decayed.kd, decayed.kr, g, beta, v,
-            *values(c, BV), chunks(at, q), table, near, decay, *states(c, BV), *out, parts, *places,
+            *values(c, BV), chunks(at, q), sums, near, decay, *states(c, BV), *out, parts, *places,
             BK=c.BK, BV=BV, PARTS=NK, TMA=tma and c.tma, **few, config=c,
         )  # fmt: skip
     for near_by in (False,) if once else (True, False):

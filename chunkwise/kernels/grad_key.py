@@ -43,7 +43,8 @@ def grad_key_kernel(
     TYPE: tl.constexpr = kr.dtype.element_ty
     OUT: tl.constexpr = dk.dtype if TMA else dk.dtype.element_ty
     GATE: tl.constexpr = g.dtype.element_ty
-    EXACT: tl.constexpr = (TYPE == tl.float32) or (GATE == TYPE)
+    SUMS: tl.constexpr = sets.dtype.element_ty  # bf16 of fp16 operands too: R in both would leave room for one program of KDA, not two
+    EXACT: tl.constexpr = (TYPE == tl.float32) or (GATE == SUMS)
     NK: tl.constexpr = (K + BK - 1) // BK
     FEW: tl.constexpr = min(BV, 32)
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
@@ -82,8 +83,8 @@ def grad_key_kernel(
         b_B = b_B.to(TYPE)
         b_dbeta = row_sums(b_D.to(tl.float32) * b_v.to(tl.float32))  # [C]
     b_R = load_sets(sets, 2 * LEVELS + 1, o_c, C)  # [C, C]
-    b_ones = tl.full([C, FEW], 1.0, tl.float32).to(TYPE)
-    b_every = tl.full([C, C], 1.0, tl.float32).to(TYPE)
+    b_ones = tl.full([C, FEW], 1.0, tl.float32).to(SUMS)
+    b_every = tl.full([C, C], 1.0, tl.float32).to(SUMS)
     for i_k in range(NK):
         b_g, b_k = b_gn, b_kn
         b_q = tl.load(qd + o_in, mask=m_in, other=0.0)  # [C, BK]
@@ -96,7 +97,7 @@ def grad_key_kernel(
         b_kn = tl.load(kr + o_in, mask=m_in, other=0.0)
         b_S = load_state(S, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
         b_dS = load_state(dS, i_slot, i_hv, HV, 0, i_k, K, V, BK, BV, TMA)  # [BV, BK]
-        b_hi, b_lo = gate_parts(b_g, TYPE)
+        b_hi, b_lo = gate_parts(b_g, SUMS)
         b_E = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK] G
         b_from = tl.exp2(-b_all)[None, :]  # e^-G_C
         b_pair = b_from * back if TYPE == tl.float16 else b_from
