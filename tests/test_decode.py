@@ -17,15 +17,18 @@ from chunkwise.reference import reference
 from chunkwise.spec import Op, Rule, Streams
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
+# (K, V): small for all; where a sum lies behind the values those that have blocks of their own too
+COLUMNS = [op for op in OPS if op.state.endswith(" V+1") and op.rule is Rule.ADD]
+wide = pytest.mark.parametrize("op, D", [*((op, (5, 6)) for op in OPS), *((op, (128, 128)) for op in COLUMNS)], ids=ids)
 N, SLOTS = 3, 6
 LANES = torch.tensor([4, -1, 1])  # slots of the three sequences; the second is a padded lane
 BASIC = next(op for op in OPS if op.rule is Rule.DELTA and op.lower is Streams)
 SEVERAL = next(op for op in OPS if op.lower is None)  # passes of the engine
 
 
-def drawn(op: Op, T: int = 1, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def drawn(op: Op, T: int = 1, dtype: torch.dtype = torch.float32, K: int = 5, V: int = 6) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Inputs of three sequences, the second of NaN; a pool of states, of which slots 4 and 1 are states and the others NaN."""
-    call = make(op, Case(B=N, T=T, H=2, n=2, K=5, V=6), dtype)
+    call = make(op, Case(B=N, T=T, H=2, n=2, K=K, V=V), dtype)
     x = {n: t.detach() for n, t in call.x.items()}
     for n, t in x.items():
         if op.args[n].per_token:
@@ -68,10 +71,10 @@ def test_a_step_is_the_recurrent_form_in_a_slot(op, v_first):
     assert pool[[0, 2, 3, 5]].isnan().all()
 
 
-@every
-def test_rejected_drafts_leave_no_trace(op):
+@wide
+def test_rejected_drafts_leave_no_trace(op, D):
     """Four tokens at once, two accepted, then another: the bits of one by one. States in half precision round alike."""
-    x, pool = drawn(op, T=5)
+    x, pool = drawn(op, 5, torch.float32, *D)
     pool = pool.to(torch.bfloat16)
     S, index = pool.clone(), LANES.to(oracle.DEVICE)
     table = torch.arange(N * 4, dtype=torch.int32, device=oracle.DEVICE).view(N, 4) + SLOTS
@@ -87,9 +90,9 @@ def test_rejected_drafts_leave_no_trace(op):
     assert torch.equal(torch.cat((o[:, :2], after), 1), torch.cat(want, 1))
 
 
-@every
-def test_a_tree_of_drafts_follows_each_parent(op):
-    x, pool = drawn(op, T=4)
+@wide
+def test_a_tree_of_drafts_follows_each_parent(op, D):
+    x, pool = drawn(op, 4, torch.float32, *D)
     parents = torch.tensor([[-1, 0, 0, 1], [-1, -1, -1, -1], [-1, -1, 1, 0]], device=oracle.DEVICE)
     into = torch.arange(N * 4, device=oracle.DEVICE).view(N, 4) + SLOTS
     pool = torch.cat((pool, torch.full_like(pool[:1], float("nan")).expand(N * 4, -1, -1, -1)))
