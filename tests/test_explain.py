@@ -10,7 +10,7 @@ from chunkwise.spec import Gate, Rule
 GDN = chunkwise.all_ops()["gated_delta_rule"]
 NO_KERNELS = {
     "float64": ("gla", dict(dtype=torch.float64), "none for torch.float64"),
-    "the parallel form": ("linear_attn", dict(form="parallel"), "the parallel form has none"),
+    "the parallel form of what corrects": ("delta_rule", dict(form="parallel"), "the parallel form has none for rule 'delta'"),
     "wide keys": ("gla", dict(K=512, dtype=torch.float32), "none for K=512 above 256"),
     "wide keys, token by token": ("gla", dict(K=2048, form="recurrent"), "none for K=2048 above 1024"),
 }

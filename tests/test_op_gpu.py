@@ -5,18 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import OPS, Case, check, definition, engine, honest, ids, make, twice
+from oracle import OP_FORMS, OPS, Case, check, definition, engine, honest, ids, make, twice
 
 from chunkwise.engine.call import forget
 from chunkwise.engine.dispatch import DIGITS
 from chunkwise.engine.explain import choices
 from chunkwise.reference import reference
-from chunkwise.spec import Gate, Rule
+from chunkwise.spec import Form, Gate, Rule
 
 pytestmark = pytest.mark.gpu
 DENSE = Case(B=2, T=150, H=2, n=2, K=32, V=32, chunk=64)
 ROWS = {"dense": DENSE, "packed": replace(DENSE, B=1, T=300, N=7)}
 every = pytest.mark.parametrize("op", OPS, ids=ids)
+trained = pytest.mark.parametrize(("op", "form"), [x for x in OP_FORMS if x[1] is not Form.RECURRENT], ids=ids)
 rows = pytest.mark.parametrize("row", ROWS)
 
 
@@ -32,17 +33,17 @@ def served(op, **call):
     return all(c.backend == "triton" for c in choices(op, device="cuda", dtype=torch.bfloat16, grad=True, **call))
 
 
-def captured(call):
+def captured(call, form="chunk"):
     """A training step in a graph; what a replay writes over NaN."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            step(call)
+            step(call, form)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = step(call)
+        made = step(call, form)
 
     def replayed():
         for t in made:
@@ -58,11 +59,11 @@ def equal(a, b):
 
 
 @rows
-@every
-def test_fifty_calls_give_the_same_bits(op, row):
+@trained
+def test_fifty_calls_give_the_same_bits(op, form, row):
     call = make(op, ROWS[row], torch.bfloat16)
-    first = step(call)
-    assert all(equal(step(call), first) for _ in range(49))
+    first = step(call, form)
+    assert all(equal(step(call, form), first) for _ in range(49))
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "gated_delta_rule", "rwkv7")], ids=ids)
@@ -95,16 +96,16 @@ def test_an_inverse_has_the_digits_that_were_asked_for(op):
 
 
 @rows
-@every
-def test_a_training_step_can_be_captured(op, row):
-    if row == "packed" and not served(op, K=32, T=300):
+@trained
+def test_a_training_step_can_be_captured(op, form, row):
+    if row == "packed" and not served(op, K=32, T=300, form=form):
         pytest.skip("PyTorch's stages lay packed rows out on the host")
     call = make(op, ROWS[row], torch.bfloat16)
-    replayed = captured(call)
+    replayed = captured(call, form)
     with torch.no_grad():
         for t in call.leaves().values():
             t.mul_(0.5)
-    assert equal(replayed(), step(call))
+    assert equal(replayed(), step(call, form))
 
 
 @rows

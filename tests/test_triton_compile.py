@@ -220,6 +220,15 @@ def test_the_widest_blocks_fit_a_card_where_readers_are_of_their_own(op):
 
 
 @pytest.mark.parametrize("arch", SERVED)
+def test_the_parallel_form_builds_for_every_card(arch):
+    made = build(arch, "simple_gla", sizes=((64, 64),), ways=("parallel training with states",))
+    made = [b for b in made if b.kernel.startswith("parallel")]  # the others are the chunk form's
+    assert {(b.switches["REVERSE"], b.switches["TURNED"]) for b in made if b.kernel == "parallel_kernel"} >= {(False, True), (True, False)}
+    check(made)
+    check_descriptors(made)
+
+
+@pytest.mark.parametrize("arch", SERVED)
 def test_the_recurrent_form_builds_for_every_card(arch):
     made = build(arch, "kda", "rwkv7", "comba", sizes=((128, 128),), ways=("decoding",))
     assert {b.kernel for b in made} == {"recurrent_kernel"}
@@ -260,7 +269,7 @@ def test_every_member_s_recurrent_form_builds_for_every_card(arch):
 def test_every_cell_builds_for_every_card(arch):
     shapes = [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 128), ("float32", 64)]
     kinds = [(op, dtype, (n, n), group, packed) for op, (dtype, n), group, packed in product(CELLS, shapes, (1, 4), (False, True))]
-    made = built(arch, kinds, ("training",), FULL)
+    made = built(arch, kinds, ("training", "parallel training"), FULL)
     check(made)
     check_descriptors(made)
 

@@ -57,8 +57,8 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"the tensors are on {device}, not on a GPU"
     if not TRITON:
         return "triton is not installed"
-    if form is Form.PARALLEL:
-        return f"the {form} form has none in this version"
+    if form is Form.PARALLEL and (cell.rule is not Rule.ADD or cell.bonus or cell.gate in (Gate.KEY, Gate.VALUE)):
+        return f"the {form} form has none for rule {cell.rule.value!r} with gate {cell.gate.value!r} in this version"
     if cell.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
@@ -104,7 +104,7 @@ def choose(
             reason = f"{reason}; gradient by the torch backend: {back}"
         return Choice(wanted, "triton", "triton_recurrent" if back is None else "triton_recurrent_torch", cell.C, reason)
     if missing is None:
-        return Choice(wanted, "triton", "triton", cell.C, reason)
+        return Choice(wanted, "triton", "triton_parallel" if wanted is Form.PARALLEL else "triton", cell.C, reason)
     plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)
     plan = "mixed" if each else plan
     return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; Triton kernels: {missing}")

@@ -28,6 +28,14 @@ def _triton() -> SimpleNamespace:
 
 
 @cache
+def _parallel_triton() -> SimpleNamespace:
+    """Pairs of tokens on kernels, by recipes."""
+    from .plan_replay import replayed
+
+    return replayed(_module("plan_parallel_triton")())
+
+
+@cache
 def _mixed() -> SimpleNamespace:
     """Packed sequences, forward the short ones token by token, as they would go alone."""
     from .dispatch import RECURRENT_BELOW
@@ -49,8 +57,9 @@ PLANS: dict[str, Callable[[], ModuleType | SimpleNamespace]] = {
     "mixed": _mixed,
     "recurrent": _recurrent,
     "triton": _triton,
+    "triton_parallel": _parallel_triton,
     "triton_recurrent": lambda: _triton_recurrent("triton"),
     "triton_recurrent_torch": lambda: _triton_recurrent("chunk"),  # where there are no kernels for the chunk form
 }
-KERNELS = frozenset({"triton", "triton_recurrent", "triton_recurrent_torch"})  # plans whose forward pass runs kernels
+KERNELS = frozenset({"triton", "triton_parallel", "triton_recurrent", "triton_recurrent_torch"})  # plans whose forward pass runs kernels
 BACKWARD_KERNELS = KERNELS - {"triton_recurrent_torch"}

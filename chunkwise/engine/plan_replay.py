@@ -71,6 +71,5 @@ def replayed(plan: ModuleType) -> SimpleNamespace:
         made = replay(back_key(p), tensors, hosts, seat=seat) if p.T and p.N else hosts(*tensors)
         return Streams._make(made[:-1]), made[-1]
 
-    return SimpleNamespace(
-        forward=forward, backward=backward, chunk=plan.chunk, saved_entries=plan.saved_entries, seats=Seats
-    )  # fmt: skip
+    own = {n: getattr(plan, n) for n in ("saved_entries",) if hasattr(plan, n)}
+    return SimpleNamespace(forward=forward, backward=backward, chunk=plan.chunk, seats=Seats, **own)

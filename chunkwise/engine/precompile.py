@@ -67,6 +67,7 @@ class Way(NamedTuple):
     tokens: int = 0  # so many; 0: as the load says
     pool: bool = False  # the states are in a pool: chunkwise.decode
     drafts: bool = False  # of which some may be rejected: after each other, and as a tree
+    form: str = "auto"  # of members that have it
 
 
 WAYS = {
@@ -77,6 +78,8 @@ WAYS = {
     "one token": Way(False, True, True, 1),
     "first token": Way(False, False, True, 1),
     "decoding": Way(False, True, True, 1, pool=True),
+    "parallel training": Way(True, False, False, form="parallel"),
+    "parallel training with states": Way(True, True, True, form="parallel"),
     "drafting": Way(False, True, True, 2, pool=True, drafts=True),
 }
 # (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
@@ -175,9 +178,10 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
         return None if packed else _decode_once(op, x, sizes, way.drafts)
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
+    options = {**op.defaults, "form": way.form, **options}
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
     with torch.set_grad_enabled(way.grad), _Hosts():
-        out = run(op, x, op.check(x), {**op.defaults, **options, "initial_state": S0, "output_final_state": way.final}, _choose)
+        out = run(op, x, op.check(x), {**options, "initial_state": S0, "output_final_state": way.final}, _choose)
         if way.grad:
             made = [t for t in out if t is not None]
             wanted = [t for t in (*x.values(), S0) if t is not None]
@@ -225,15 +229,15 @@ def launches(
 ) -> list[Launch]:  # fmt: skip
     """What calls of a member launch under the driver of this process."""
 
-    options = dict(chunk_size=chunk, precision=precision, backend="auto")
-    if "inverse_precision" in all_ops()[op].defaults:
+    member, options = all_ops()[op], dict(chunk_size=chunk, precision=precision, backend="auto")
+    if "inverse_precision" in member.defaults:
         options["inverse_precision"] = inverse
 
     def run() -> None:
-        for way, (T, HV), B in product(ways, loads, (1, MANY)):
+        for way, (T, HV), B in product([w for w in ways if WAYS[w].form in ("auto", *member.forms)], loads, (1, MANY)):
             if HV % group == 0 and (B == 1 or not packed and (WAYS[way].tokens or T >= LONG)):
                 sizes = {**EXTRA_SIZES, "B": B, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
-                _call_once(all_ops()[op], WAYS[way], sizes, DTYPES[dtype], packed, **options)
+                _call_once(member, WAYS[way], sizes, DTYPES[dtype], packed, **options)
 
     return hear(run)
 

@@ -237,6 +237,19 @@ def _rows_output(p: Problem) -> Config:
     return Config(32, 64, 4, 2)  # however few: of 32 and 16 ptxas 12.8 built descriptors from unset registers, an illegal access (V=17)
 
 
+def _parallel(p: Problem) -> Config:
+    """Of x's and z's columns: x whole where it fits, so that it is read once."""
+    if p.dtype == torch.float32:
+        return Config(32, 64, 4, 2)  # as of outputs by chunks
+    if card().arch != "sm_90":
+        return Config(min(64, padded(p.K)), min(64, padded(p.V)), 4, 1, tma=False)
+    return Config(min(256, max(64, padded(p.K))), min(128, max(64, padded(p.V))), 8, 2 if p.K > 128 else 3)
+
+
+def _parallel_gate(p: Problem) -> Config:
+    return Config(0, 0, 4, 1)
+
+
 def _affine_score(p: Problem) -> Config:
     """Triton lays 8 warps along 64 rows where products follow each other, and half of them repeat the others'."""
     if card().arch.startswith("sm_10"):  # Triton 3.6.0 stops there at sums over rows that the copy engine brought
@@ -383,6 +396,7 @@ RULES: dict[str, Callable[[Problem], Config]] = {
         state_pass_reverse=_reverse,
         state_pass_ends=_ends,  # without output and states
         state_pass_reverse_ends=_reverse_ends,  # storing states where the rule corrects
+        parallel=_parallel, parallel_gate=_parallel_gate,
         carry=_carry, grad=_grad, small_strength=_small_strength, grad_blocks=_grad_blocks, grad_key=_grad_key,
         grad_key_blocks=_grad_key_blocks, grad_far=_grad_far,
     ).items()

@@ -32,6 +32,7 @@ from .tile import (
     load_rows,
     load_strength,
     pair_decay,
+    sequence_of,
     shared_strength,
     start,
     store_chunk,
@@ -224,13 +225,7 @@ def passed_kernel(
         return
     i_slot = i_slot.to(tl.int32)
     if PACKED:
-        low = 0  # the sequence: first[low] <= i_slot < first[low + 1], of empty ones the last
-        high = N
-        while high - low > 1:
-            middle = (low + high) // 2
-            before_it = tl.load(first + middle) <= i_slot
-            low = tl.where(before_it, middle, low)
-            high = tl.where(before_it, high, middle)
+        low = sequence_of(first, i_slot, N)
         start_slot = tl.load(first + low).to(tl.int32)
         n = (tl.load(first + low + 1) - start_slot).to(tl.int32)
     else:

@@ -47,6 +47,19 @@ def dense_place(i_slot, T, C: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(first, i_slot, N):
+    """The sequence of a slot that is used: first[n] <= i_slot < first[n + 1], of empty ones the last."""
+    low = 0
+    high = N
+    while high - low > 1:
+        middle = (low + high) // 2
+        before_it = tl.load(first + middle) <= i_slot
+        low = tl.where(before_it, middle, low)
+        high = tl.where(before_it, high, middle)
+    return low
+
+
+@triton.jit
 def sequence(
     cu_seqlens, index, accepted, i_n, T, columns, PACKED: tl.constexpr, INDEXED: tl.constexpr, ACCEPTED: tl.constexpr,
 ):  # fmt: skip
