@@ -48,6 +48,8 @@ class Form(StrEnum):
     PARALLEL = "parallel"  # the whole sequence as one chunk: quadratic in T
 
 
+# Of the parallel form on a GPU, and of a bonus, which comes with such gates.
+BY_CHUNKS = "gates per channel decay every channel of a pair of tokens by itself, so on a GPU pairs meet inside chunks alone"
 PREFIX = {Form.CHUNK: "chunk", Form.FUSED_CHUNK: "fused_chunk", Form.RECURRENT: "fused_recurrent", Form.PARALLEL: "parallel"}
 
 
@@ -346,7 +348,8 @@ class Op:
             return short(*tensors, form=form.value, **options)
 
         function.__name__ = function.__qualname__ = f"{PREFIX[form]}_{short.__name__}"
-        function.__doc__ = f"`{short.__name__}` in its {form.value} form.\n\n    {short.__doc__}"
+        note = f": {BY_CHUNKS}" if form is Form.PARALLEL and self.gate in (Gate.KEY, Gate.VALUE) else ""
+        function.__doc__ = f"`{short.__name__}` in its {form.value} form{note}.\n\n    {short.__doc__}"
         function.__signature__ = inspect.Signature(parameters, return_annotation=Output)  # type: ignore[attr-defined]
         return function
 

@@ -142,7 +142,7 @@ def test_the_command_writes_what_it_measured_and_from_what(capsys, tmp_path):
         (["nobody"], "nobody"), (["gla", "--shape", "S9"], "must be one of grid; S1;"), (["gla", "--shape", "1,2,3"], "1,2,3"),
         (["gla", "--shape", "1,8,2,3,4,4"], "HV=3"), (["gla", "--shape", "2,8,1,1,4,4,3"], "B=2"),
         (["gla", "--shape", "1,0,1,1,4,4"], "T >= 1"),
-        (["gla", "--dtype", "int8"], "int8"), (["gla", "--gates", "none"], "none"), (["gla", "--form", "parallel"], "parallel"),
+        (["gla", "--dtype", "int8"], "int8"), (["gla", "--gates", "none"], "none"), (["kda", "--form", "parallel"], "parallel"),
         (["gla", "--peer", "cublas"], "cublas"), (["gla", "--device", "tpu"], "tpu"), (["gla", "--threads", "-1"], "--threads"),
         (["--table", "--into", "no/such.md"], "there is no no/such.md here; run it in a clone, or name files by --into"),
     ],

@@ -5,7 +5,7 @@ import torch
 
 import chunkwise
 from chunkwise.engine.dispatch import Cell, choose
-from chunkwise.spec import Gate, Rule
+from chunkwise.spec import BY_CHUNKS, Gate, Rule
 
 GDN = chunkwise.all_ops()["gated_delta_rule"]
 NO_KERNELS = {
@@ -22,6 +22,13 @@ def test_a_call_without_kernels_says_why_and_is_refused_where_they_are_asked_for
     assert "torch backend" in (said := chunkwise.explain(op, T=100, device="cuda", **call)) and why in said
     with pytest.raises(ValueError, match=f"{op}: backend='triton' cannot serve this call: {why}"):
         chunkwise.explain(op, T=100, device="cuda", backend="triton", **call)
+
+
+def test_the_parallel_form_of_gates_per_channel_goes_by_chunks_and_says_so():
+    said = chunkwise.explain("gla", T=100, device="cuda", form="parallel")
+    assert "parallel form, triton backend" in said and BY_CHUNKS in said
+    assert BY_CHUNKS not in chunkwise.explain("simple_gla", T=100, device="cuda", form="parallel")
+    assert BY_CHUNKS in chunkwise.parallel_gla.__doc__
 
 
 def test_cells_that_no_member_has_are_told_apart():

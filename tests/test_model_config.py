@@ -171,8 +171,8 @@ def test_configuration_refuses_by_name(changes, error, says):
 
 
 def test_mode_without_a_form_is_refused_by_name():
-    with pytest.raises(ValueError, match="gla: mode must be one of"):
-        build(mixer="gla", mode="parallel")
+    with pytest.raises(ValueError, match="kda: mode must be one of"):
+        build(mixer="kda", mode="parallel")
 
 
 def test_unknown_keys_of_a_file_warn(tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import Form, Gate, Output, Rule, Streams, is_number
+from ..spec import BY_CHUNKS, Form, Gate, Output, Rule, Streams, is_number
 from . import library
 from .problem import given
 from .prologue import check_prologue, prologue
@@ -57,8 +57,8 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"the tensors are on {device}, not on a GPU"
     if not TRITON:
         return "triton is not installed"
-    if form is Form.PARALLEL and (cell.rule is not Rule.ADD or cell.bonus or cell.gate in (Gate.KEY, Gate.VALUE)):
-        return f"the {form} form has none for rule {cell.rule.value!r} with gate {cell.gate.value!r} in this version"
+    if form is Form.PARALLEL and cell.rule is not Rule.ADD:
+        return f"the {form} form has none for rule {cell.rule.value!r} in this version"
     if cell.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
@@ -104,7 +104,9 @@ def choose(
             reason = f"{reason}; gradient by the torch backend: {back}"
         return Choice(wanted, "triton", "triton_recurrent" if back is None else "triton_recurrent_torch", cell.C, reason)
     if missing is None:
-        return Choice(wanted, "triton", "triton_parallel" if wanted is Form.PARALLEL else "triton", cell.C, reason)
+        pairs = wanted is Form.PARALLEL and cell.gate not in (Gate.KEY, Gate.VALUE) and not cell.bonus
+        reason = f"{reason}; {BY_CHUNKS}" if wanted is Form.PARALLEL and not pairs else reason
+        return Choice(wanted, "triton", "triton_parallel" if pairs else "triton", cell.C, reason)
     plan, chunk = ("recurrent", 1) if wanted is Form.RECURRENT else ("chunk", 0 if wanted is Form.PARALLEL else cell.C)
     plan = "mixed" if each else plan
     return Choice(wanted, "torch", plan, chunk, reason if device == "cpu" else f"{reason}; Triton kernels: {missing}")

@@ -63,7 +63,7 @@ def no_state(zeros: Tensor) -> Tensor:
 ABC = Op(
     name="abc", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2110.02488",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), s=Arg("B T HV M")),
-    step=step, lower=None, passes=passes, raw=gsa.raw, state="N HV M K+V+1", empty=no_state, options=PlainOptions,
+    step=step, lower=None, passes=passes, raw=gsa.raw, parallel=True, state="N HV M K+V+1", empty=no_state, options=PlainOptions,
 )  # fmt: skip
 
 
@@ -78,4 +78,4 @@ def abc(q: Tensor, k: Tensor, v: Tensor, s: Tensor, **options: Unpack[PlainOptio
     return ABC(dict(q=q, k=k, v=v, s=s), **options)
 
 
-chunk_abc, fused_chunk_abc, fused_recurrent_abc = ABC.publish(abc)
+chunk_abc, fused_chunk_abc, fused_recurrent_abc, parallel_abc = ABC.publish(abc)

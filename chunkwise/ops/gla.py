@@ -25,7 +25,7 @@ def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor,
 GLA = Op(
     name="gla", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2312.06635",
     args=dict(q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), g=Arg("B T HV K", log_decay, free_dtype=True)),
-    step=step, lower=Streams,
+    step=step, lower=Streams, parallel=True,
 )  # fmt: skip
 
 
@@ -40,4 +40,4 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[Options]) 
     return GLA(dict(q=q, k=k, v=v, g=g), **options)
 
 
-chunk_gla, fused_chunk_gla, fused_recurrent_gla = GLA.publish(gla)
+chunk_gla, fused_chunk_gla, fused_recurrent_gla, parallel_gla = GLA.publish(gla)

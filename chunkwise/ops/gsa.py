@@ -49,7 +49,7 @@ GSA = Op(
         q=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), s=Arg("B T HV M", write_strength),
         g=Arg("B T HV M", log_decay, free_dtype=True),
     ),
-    step=step, lower=None, passes=passes, raw=raw, state="N HV M K+V", options=PlainOptions,
+    step=step, lower=None, passes=passes, raw=raw, parallel=True, state="N HV M K+V", options=PlainOptions,
 )  # fmt: skip
 
 
@@ -64,4 +64,4 @@ def gsa(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, **options: Unpack
     return GSA(dict(q=q, k=k, v=v, s=s, g=g), **options)
 
 
-chunk_gsa, fused_chunk_gsa, fused_recurrent_gsa = GSA.publish(gsa)
+chunk_gsa, fused_chunk_gsa, fused_recurrent_gsa, parallel_gsa = GSA.publish(gsa)

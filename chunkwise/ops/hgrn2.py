@@ -36,7 +36,7 @@ def raw(q: Tensor, v: Tensor, g: Tensor) -> tuple[Streams, Raw]:
 HGRN2 = Op(
     name="hgrn2", gate=Gate.KEY, rule=Rule.ADD, paper="https://arxiv.org/abs/2404.07904",
     args=dict(q=Arg("B T H K"), v=Arg("B T HV V"), g=Arg("B T H K", log_decay, free_dtype=True)),
-    step=step, lower=lower, raw=raw, options=PlainOptions,
+    step=step, lower=lower, raw=raw, parallel=True, options=PlainOptions,
 )  # fmt: skip
 
 
@@ -51,4 +51,4 @@ def hgrn2(q: Tensor, v: Tensor, g: Tensor, **options: Unpack[PlainOptions]) -> O
     return HGRN2(dict(q=q, v=v, g=g), **options)
 
 
-chunk_hgrn2, fused_chunk_hgrn2, fused_recurrent_hgrn2 = HGRN2.publish(hgrn2)
+chunk_hgrn2, fused_chunk_hgrn2, fused_recurrent_hgrn2, parallel_hgrn2 = HGRN2.publish(hgrn2)

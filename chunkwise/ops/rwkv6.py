@@ -28,7 +28,7 @@ RWKV6 = Op(
     args=dict(
         r=Arg("B T H K"), k=Arg("B T H K"), v=Arg("B T HV V"), w=Arg("B T HV K", log_decay, free_dtype=True), u=Arg("HV K", free_dtype=True)
     ),
-    step=step, lower=lambda r, k, v, w, u: Streams(r, k, v, g=w, u=u), query="r", options=PlainOptions,
+    step=step, lower=lambda r, k, v, w, u: Streams(r, k, v, g=w, u=u), parallel=True, query="r", options=PlainOptions,
 )  # fmt: skip
 
 
@@ -43,4 +43,4 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **options: Unpa
     return RWKV6(dict(r=r, k=k, v=v, w=w, u=u), **options)
 
 
-chunk_rwkv6, fused_chunk_rwkv6, fused_recurrent_rwkv6 = RWKV6.publish(rwkv6)
+chunk_rwkv6, fused_chunk_rwkv6, fused_recurrent_rwkv6, parallel_rwkv6 = RWKV6.publish(rwkv6)
