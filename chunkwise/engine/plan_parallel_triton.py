@@ -66,7 +66,7 @@ def _rows(
     (x, y), sx = alike(x, y)
     learns, ((z, w), sz) = w is not None, alike(z, z if w is None else w)
     X, Z = x.shape[3], z.shape[3]
-    c = config("parallel", replace(p, K=X, V=Z))
+    c = config("parallel" if S is None else "parallel_state", replace(p, K=X, V=Z))
     NZ, BX = -(-Z // c.BV), c.BK
     o = torch.empty(p.B, p.T, p.HV, Z, dtype=torch.float32 if turned and p.HV > p.H else p.dtype, device=x.device)
     met = None

@@ -200,20 +200,12 @@ def _channels(p: Problem) -> int:
     return min(32 if wide else 16, padded(p.K))
 
 
-def _grad_key(p: Problem) -> Config:
-    return Config(min(32, padded(p.K)), padded(p.V), 4, 2)  # KDA, the whole step: 2.39 ms; 16 keys, three stages 2.71
-
-
 def _grad_key_blocks(p: Problem) -> Config:
     """On Hopper 64 keys and values to chunks of 64, however few there are: see kernels/grad_key_blocks.py. Shorter chunks are narrow
     operands themselves, so blocks of 32 rows: their products need no descriptors."""
     if p.dtype != torch.float32 and p.C == 64 and card().arch == "sm_90":
         return Config(64, 64, 4, 2)
     return Config(min(32, padded(p.K)), min(32, padded(p.V)), 2 if _few_warps(p) else 4, 1)
-
-
-def _grad_far(p: Problem) -> Config:
-    return replace(_grad_key_blocks(p), num_stages=1)
 
 
 def _score(p: Problem) -> Config:
@@ -237,17 +229,18 @@ def _rows_output(p: Problem) -> Config:
     return Config(32, 64, 4, 2)  # however few: of 32 and 16 ptxas 12.8 built descriptors from unset registers, an illegal access (V=17)
 
 
-def _parallel(p: Problem) -> Config:
-    """Of x's and z's columns: x whole where it fits, so that it is read once."""
-    if p.dtype == torch.float32:
-        return Config(32, 64, 4, 2)  # as of outputs by chunks
-    if card().arch != "sm_90":
-        return Config(min(64, padded(p.K)), min(64, padded(p.V)), 4, 1, tma=False)
+def _parallel_state(p: Problem) -> Config:
+    """Of x's and z's columns: x whole where it fits, so that it is read once. A state takes registers beside."""
+    if p.dtype == torch.float32 or card().arch != "sm_90":
+        return Config(32, 64, 4, 2) if p.dtype == torch.float32 else Config(min(64, padded(p.K)), min(64, padded(p.V)), 4, 1, tma=False)
     return Config(min(256, max(64, padded(p.K))), min(128, max(64, padded(p.V))), 8, 2 if p.K > 128 else 3)
 
 
-def _parallel_gate(p: Problem) -> Config:
-    return Config(0, 0, 4, 1)
+def _parallel(p: Problem) -> Config:
+    """Two programs a multiprocessor. B=2, T=4096, H=16, with backward: simple GLA 1.304, one program 1.528 (4 warps 1.327); linear
+    attention 1.047, 1.121."""
+    moved = p.cu_seqlens is None and p.K % 8 == p.V % 8 == 0 and max(p.K, p.V) <= 128 and p.dtype == torch.bfloat16
+    return replace(_parallel_state(p), num_stages=2, registers=128) if moved and card().arch == "sm_90" else _parallel_state(p)
 
 
 def _affine_score(p: Problem) -> Config:
@@ -298,10 +291,6 @@ def _ends(p: Problem) -> Config:
     if (added := _added(p)) is not None:  # 64 values of 256 keys 0.041, 128 values 0.046
         return replace(added, BV=min(64, added.BV), num_warps=4, num_stages=3 if p.K <= 64 else 2)
     return replace(_state_pass(p), num_stages=3) if _fills(p, 115000) else _state_pass(p)  # DeltaNet 0.301, else 0.329; GDN 0.415, 0.418
-
-
-def _reverse_ends(p: Problem) -> Config:
-    return _ends(p) if p.rule is Rule.ADD else _reverse(p)
 
 
 def _carry(p: Problem) -> Config:
@@ -357,10 +346,6 @@ def _slot(p: Problem, numbers: int = 8192) -> Config:
     return Config(BD, BM, min(8, max(1, BM * BD // 512)), 1)
 
 
-def _slot_odd(p: Problem) -> Config:
-    return _slot(p, 4096)
-
-
 def _one_warp(p: Problem) -> Config:
     return Config(0, 0, 1, 1)
 
@@ -388,17 +373,18 @@ RULES: dict[str, Callable[[Problem], Config]] = {
     name: Choice(name, rule)
     for name, rule in dict(
         index=_one_warp, token=_one_warp, output=_rows_output, recurrent=_recurrent, recurrent_half=_recurrent_half,
-        recurrent_v_first=_recurrent_v_first, recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=_slot_odd,
+        recurrent_v_first=_recurrent_v_first, recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=lambda p: _slot(p, 4096),
         score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_by_block,
         grad_pair=_grad_pair, grad_reader=_by_block, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
         state_pass=_output,
         state_pass_states=_states,  # without the output, storing states
         state_pass_reverse=_reverse,
         state_pass_ends=_ends,  # without output and states
-        state_pass_reverse_ends=_reverse_ends,  # storing states where the rule corrects
-        parallel=_parallel, parallel_gate=_parallel_gate,
-        carry=_carry, grad=_grad, small_strength=_small_strength, grad_blocks=_grad_blocks, grad_key=_grad_key,
-        grad_key_blocks=_grad_key_blocks, grad_far=_grad_far,
+        state_pass_reverse_ends=lambda p: _ends(p) if p.rule is Rule.ADD else _reverse(p),  # storing states where the rule corrects
+        parallel=_parallel, parallel_state=_parallel_state, parallel_gate=lambda p: Config(0, 0, 4, 1),
+        carry=_carry, grad=_grad, small_strength=_small_strength, grad_blocks=_grad_blocks,
+        grad_key=lambda p: Config(min(32, padded(p.K)), padded(p.V), 4, 2),  # KDA, the whole step: 2.39 ms; 16 keys, three stages 2.71
+        grad_key_blocks=_grad_key_blocks, grad_far=lambda p: replace(_grad_key_blocks(p), num_stages=1),
     ).items()
 }  # fmt: skip
 
