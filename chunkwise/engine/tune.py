@@ -376,9 +376,8 @@ RULES: dict[str, Callable[[Problem], Config]] = {
         recurrent_v_first=_recurrent_v_first, recurrent_odd=_recurrent_odd, slot=_slot, slot_odd=lambda p: _slot(p, 4096),
         score_bounded=_score_bounded, decay=_decay, value_output=_value_output, affine_score=_affine_score, affine=_by_block,
         grad_pair=_grad_pair, grad_reader=_by_block, grad_reader_far=_grad_reader_far, inverse=_inverse, score=_score,
-        state_pass=_output,
+        state_pass=_output, state_pass_reverse=_reverse,
         state_pass_states=_states,  # without the output, storing states
-        state_pass_reverse=_reverse,
         state_pass_ends=_ends,  # without output and states
         state_pass_reverse_ends=lambda p: _ends(p) if p.rule is Rule.ADD else _reverse(p),  # storing states where the rule corrects
         parallel=_parallel, parallel_state=_parallel_state, parallel_gate=lambda p: Config(0, 0, 4, 1),
