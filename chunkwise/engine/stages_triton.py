@@ -223,8 +223,8 @@ def scaled(p: Problem) -> bool:
 class Decayed(NamedTuple):
     """What the state pass reads in place of q, k and g: made by the score stage where gates are per key, or by the affine stage (dplr)."""
 
-    M: Tensor  # [B, T, HV, C] scale M_qk; affine: M
-    qd: Tensor  # [B, T, HV, K] scale q e^G; affine: q~, and for scans in reverse q^
+    M: Tensor  # [B, T, HV, C] scale M_qk
+    qd: Tensor  # [B, T, HV, K] scale q e^G
     kd: Tensor | None  # delta: [B, T, HV, K] e e^G, e = k unless another key erases; affine: w~
     kr: Tensor  # [B, T, HV, K] k e^(G_C - G)
     decay: Tensor  # [slots, HV, K] G_C, log2 units, fp32
@@ -331,14 +331,14 @@ def scan(
     reverse, delta, key = do is not None, p.rule is Rule.DELTA, decayed is not None
     low_rank = p.rule is Rule.DPLR
     v, sv = rows(x.v if do is None else do)
-    unused = v
+    unused, Mqw = v, None
     if decayed is None:
         (q, k, e), sk = alike(x.q, x.k, x.k if x.e is None else x.e)
         M = decay = unused
         w = k
     else:
         M, q, kd, k, decay, _, b, A, Mqw = decayed
-        e, w, sk, T = k if kd is None else kd, k if b is None else b, p.HV * p.K, (Mqw if reverse else A) if low_rank else T
+        e, w, sk, T = k if kd is None else kd, k if b is None else b, p.HV * p.K, A if low_rank else T
     by, parts = cut(replace(p, K=p.V, V=p.K) if turned else p), 0  # parts of a state: see PARTED
     same = parted(p.gate, p.rule, p.dtype, p.K, p.V)  # bits, side by side and one after the other
     if by != WHOLE and not ends and same:
@@ -355,7 +355,7 @@ def scan(
     blocks = -(-p.V // c.BV) + (-(-p.K // c.BV) if ends and (delta or low_rank) and not reverse else 0)
     out = [unused if t is None else t for t in made[:4]]
     between = [unused if t is None else t for t in made.carried or (None, None, None)]
-    T, y = (unused if t is None else t for t in (T, tokens))
+    T, Mqw, y = (unused if t is None else t for t in (T, Mqw, tokens))
     tma = c.tma and can_describe(p, (q, sk), (k, sk), (e, sk), (w, sk), (v, sv))
     if tma:
         q, k, e, w = (described(x, sk, p.C, c.BK) for x in (q, k, e, w))
@@ -363,10 +363,10 @@ def scan(
         out[:2] = (described(x, p.HV * p.V, p.C, c.BV) for x in out[:2])
         if made.S is not None:
             out[2] = descriptor(made.S, made.S.shape, made.S.stride(), [1, 1, c.BV, c.BK])
-        T, M = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M))
+        T, M, Mqw = (described(x, p.HV * p.C, p.C, p.C) if x is not unused else v for x in (T, M, Mqw))
     launch(
         state_pass_kernel, (firsts + at.most * others) * p.HV * blocks,
-        q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), y, T, M, decay,
+        q, e, k, w, v, dense(None if key else x.g, unused), dense(x.beta, unused), y, T, M, Mqw, decay,
         *(dense(t, unused) for t in (S0, p.cu_seqlens, at.first, at.cuts)), *out, *between,
         sk, sv, p.T, p.HV, p.scale, rest, by.pieces, by.code, sum(by.lengths), by.order(reverse, ends, cuts), firsts, at.most, at.long,
         V=p.V, BK=c.BK, BV=c.BV, GROUP=1 if key else p.HV // p.H,

@@ -88,8 +88,8 @@ def affine(
     decay = torch.empty(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device)
     near, middle = (torch.empty(at.slots, p.HV, NK, dtype=torch.uint8, device=q.device), torch.empty_like(decay)) if halves else (q, decay)
     launch(
-        affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, Mqw, qm, wm, km, bm, decay, near, middle,
-        *places, BK=c.BK, OUTPUT=not back, HALVES=halves, LIMIT=limit(p), **on, config=c,
+        affine_kernel, grid * NK, q, k, a, b, g, chunks(at, q), table, T, qm, wm, km, bm, decay, near, middle,
+        *places, BK=c.BK, HALVES=halves, LIMIT=limit(p), **on, config=c,
     )  # fmt: skip
     decayed = Decayed(M, qm, wm, km, decay, w=bm, A=A, Mqw=Mqw) if low_rank else Decayed(M, qm, None, km, decay)
     return kept, decayed, Apart(T, near, middle)
@@ -122,8 +122,8 @@ def grads(
     c = config("grad_pair", p)
     few = {n: on[n] for n in ("K", "C", "LOW_RANK", "PACKED", "IP")}
     launch(
-        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, q if decayed.w is None else decayed.w,
-        q if decayed.A is None else decayed.A, apart.T, dS, *dM, met, backs, dv, sv, p.B * p.T, p.T, p.HV, p.scale,
+        grad_pair_kernel, grid, do, v, x_, u_, chunks(at, q), decayed.M, decayed.kr, q if decayed.A is None else decayed.A, apart.T, dS,
+        *dM, met, backs, dv, sv, p.B * p.T, p.T, p.HV, p.scale,
         V=p.V, BK=c.BK, BV=c.BV, **few, config=c,
     )  # fmt: skip
     dq, dk = keys(q), keys(k)

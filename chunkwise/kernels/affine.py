@@ -1,9 +1,9 @@
 """Stage `affine`: what a chunk makes of the state it meets, whatever its readers and writers do inside it (dplr; and q that reads early).
 
-    o = q~ S + M v;   S <- e^(G_C) S + b' (w~ S + A v) + k^' v
+    X = w~ S + A v;   o = q^ S + M_qk v + M_qw X;   S <- e^(G_C) S + b' X + k^' v
 
-    T = (I - M_rw)^-1;  A = T M_rk;  M = M_qk + M_qw A                  (w: the rule's b, which writes what r, the rule's a, has read)
-    w~ = T (r e^G_);  q~ = q^ + M_qw w~;  b = w e^(G_C - G);  q^ = q e^G, k^ = k e^(G_C - G): keys that are not forgotten stay as they are
+    T = (I - M_rw)^-1;  A = T M_rk;  w~ = T (r e^G_)                    (w: the rule's b, which writes what r, the rule's a, has read)
+    b = w e^(G_C - G);  q^ = q e^G, k^ = k e^(G_C - G): queries and keys that are not forgotten stay as they are
 
 A reader that reads before its own token forgets has G_ = G - g in G's place and meets only tokens before it: r always, q with a bonus.
 First the matrices of all tokens, then the operands, which need no pairs: the backward pass makes those again from matrices that were kept.
@@ -180,7 +180,6 @@ def affine_score_kernel(
     if LOW_RANK:
         b_qw = tl.where(i >= j, b_qw * scale, 0.0).to(TYPE)
         tl.store(Mqw + o_M, b_qw, mask=m_M)
-        b_qk = tl.dot(b_qw, b_A, b_qk, input_precision=IP)
     if BONUS:
         b_met = tl.zeros([C], tl.float32)  # the bonus on a token's own pair
         for i_k in range((K + BK - 1) // BK):
@@ -194,13 +193,12 @@ def affine_score_kernel(
 
 @triton.jit(do_not_specialize=["T", "HV"])
 def affine_kernel(
-    q, k, a, b, g, chunks, sets, Tinv, Mqw,  # as affine_score_kernel
-    qm, wm, km, bm, decay,  # q~ or q^, w~, k^, b [B*T, HV, K]; decay [slots, HV, K]: G_C
+    q, k, a, b, g, chunks, sets, Tinv,  # as affine_score_kernel
+    qm, wm, km, bm, decay,  # q^, w~, k^, b [B*T, HV, K]; decay [slots, HV, K]: G_C
     near, middle,  # with HALVES: [slots, HV, NK] uint8, whether both halves of a chunk are in reach; [slots, HV, K] what its first forgets
     sk, sa, T, HV, scale,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUP_A: tl.constexpr,
     GATED: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr,
-    OUTPUT: tl.constexpr,  # q~, for the output; q^, for a scan in reverse
     HALVES: tl.constexpr,  # what the gradients ask of the chunk
     LIMIT: tl.constexpr, IP: tl.constexpr, IPG: tl.constexpr,
 ):  # fmt: skip
@@ -226,8 +224,6 @@ def affine_kernel(
         b_r = load_rows(a + i_hv // GROUP_A * K, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
         b_w = load_rows(b + i_hv // GROUP_A * K, row, sa, o_c, o_k, L, K, BK)  # [C, BK]
         b_T = load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
-        if OUTPUT:
-            b_qw = load_rows(Mqw + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
     b_q = b_q.to(tl.float32) * scale
     b_all = tl.zeros([BK], tl.float32)
     if GATED:
@@ -255,7 +251,5 @@ def affine_kernel(
         tl.store(bm + o_out, b_w, mask=m_out)
         b_r = tl.dot(b_T, b_r, input_precision=IP).to(TYPE)
         tl.store(wm + o_out, b_r, mask=m_out)
-        if OUTPUT:
-            b_q = tl.dot(b_qw, b_r, b_q, input_precision=IP)
     tl.store(km + o_out, b_k.to(TYPE), mask=m_out)
     tl.store(qm + o_out, b_q.to(TYPE), mask=m_out)

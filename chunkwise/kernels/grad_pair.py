@@ -3,7 +3,7 @@
 The scans leave what the rule has read, X = w~ S + A v, and its gradient dX = b dS + M_qw' do. With U = T' dX every pair of a reader
 (q of o's gradient, r of U) and a writer (k with v, w with X) meets in a matrix:
 
-    dM_qk = scale do v', dM_qw = scale do X', dM_rk = U v', dM_rw = U X' for j < i;   dv = M' do + (k^ + A' b) dS
+    dM_qk = scale do v', dM_qw = scale do X', dM_rk = U v', dM_rw = U X' for j < i;   dv = M_qk' do + A' dX + k^ dS
 
 The pairs of q at j = i, which no decay lies between, are kept apart as `met`: the gate's gradient must not add and subtract them.
 """
@@ -51,7 +51,7 @@ def add_pairs(b_M, b_y, b_acc, p_back, TURNED: tl.constexpr, IP: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "T", "HV"])
 def grad_pair_kernel(
     do, v, X, U, chunks,  # do, v: token rows; X, U [B*T, HV, V]: U is dX, replaced
-    M, km, bm, A, Tinv, dS,  # of the affine stage: [B*T, HV, C]; k^, b [B*T, HV, K]; dS [slots, HV, V, K]
+    Mqk, km, A, Tinv, dS,  # of the affine stage: [B*T, HV, C]; k^ [B*T, HV, K]; dS [slots, HV, V, K]
     dMqk, dMqw, dMrk, dMrw, met, backs, dv,  # [B*T, HV, C] four times; [2, B*T, HV] and, fp16, [slots, HV, 4] fp32; [B*T, HV, V]
     sv, rows, T, HV, scale,  # rows of do and v are sv apart; rows: B*T
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -88,7 +88,7 @@ def grad_pair_kernel(
             b_x = load_rows(X, row, HV * V, o_c, o_v, L, V, BV)  # [C, BV]
             b_u = load_rows(U, row, HV * V, o_c, o_v, L, V, BV)  # [C, BV]
             b_T = load_rows(Tinv + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
-            b_M = load_rows(M + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
+            b_M = load_rows(Mqk + i_hv * C, row, HV * C, o_c, o_c, L, C, C)  # [C, C]
         b_qk = tl.dot(b_do, tl.trans(b_v), b_qk, input_precision=IP)
         if NV == 1:
             store_pairs(dMqk, met, backs, b_qk, scale, o_h, o_c, L, C, True)
@@ -96,6 +96,7 @@ def grad_pair_kernel(
             b_qw = tl.dot(b_do, tl.trans(b_x), b_qw, input_precision=IP)
             if NV == 1:
                 store_pairs(dMqw, met_w, backs + 1, b_qw, scale, o_h, o_c, L, C, True)
+            b_dv = tl.dot(tl.trans(b_A), b_u, input_precision=IP)  # [C, BV]
             b_u = tl.dot(tl.trans(b_T), b_u, input_precision=IP).to(TYPE)
             tl.store(U + row * (HV * V) + o_out, b_u, mask=m_v)
             b_rk = tl.dot(b_u, tl.trans(b_v), b_rk, input_precision=IP)
@@ -104,12 +105,10 @@ def grad_pair_kernel(
             b_rw = tl.dot(b_u, tl.trans(b_x), b_rw, input_precision=IP)
             if NV == 1:
                 store_pairs(dMrw, met, backs + 3, b_rw, 1.0, o_h, o_c, L, C, False)
-            b_dv = tl.dot(tl.trans(b_M), b_do, input_precision=IP)  # [C, BV]
+            b_dv = tl.dot(tl.trans(b_M), b_do, b_dv, input_precision=IP)
             for i_k in range((K + BK - 1) // BK):
                 o_k = i_k * BK + tl.arange(0, BK)
                 b_k = load_rows(km + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
-                b_b = load_rows(bm + i_hv * K, row, HV * K, o_c, o_k, L, K, BK)  # [C, BK]
-                b_k = tl.dot(tl.trans(b_A), b_b, b_k.to(tl.float32), input_precision=IP).to(TYPE)
                 b_dv = tl.dot(b_k, tl.trans(load_rows(dS, 0, K, o_v, o_k, V, K, BK)), b_dv, input_precision=IP)
             tl.store(dv + o_h[:, None] * V + o_v[None, :], b_dv.to(dv.dtype.element_ty), mask=m_v)
     if NV > 1:

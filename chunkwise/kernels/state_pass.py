@@ -6,9 +6,9 @@
 The additive rule has v in X's place, dv in dX's, and no T. Everything here is transposed: the state is held as S' [BV, BK] in registers,
 where it is the left operand of its products, so neither S nor X passes through shared memory on its way from chunk to chunk.
 With per-key gates q, e, k come decayed (qd with the scale, kd, kr) and M from memory, made by the score kernel.
-LOW_RANK: a chunk's map of the state is made by the affine kernel; e, k, w, Tinv are its w~, k^, b, A (in reverse M_qw), q its q~ or q^:
+LOW_RANK: a chunk's map of the state is made by the affine kernel; q, e, k, w, Tinv are its q^, w~, k^, b, A:
 
-    forward   X = w~ S + A v;           o = q~ S + M v;   S <- e^(G_C) S + b' X + k^' v
+    forward   X = w~ S + A v;           o = q^ S + M v + M_qw X;   S <- e^(G_C) S + b' X + k^' v
     reverse   dX = b dS + M_qw' do;     dS <- e^(G_C) dS + w~' dX + q^' do
 
 Where the rule adds, dv is the reverse scan's output, and so are dq and dk of scans of the state transposed (TURNED), in which keys and
@@ -44,7 +44,7 @@ def store_state(
 
 @triton.jit(do_not_specialize=["T", "HV", "pieces", "lengths", "parts", "order", "firsts", "most", "long"])
 def state_pass_kernel(
-    q, e, k, w, v, g, beta, tokens, Tinv, M, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
+    q, e, k, w, v, g, beta, tokens, Tinv, M, Mqw, decay, S0, cu_seqlens, first, cuts,  # v: in reverse do. S0: [N, HV, K, V] or unused
     o, X, S, ST,  # o (in reverse dv), X (in reverse U): [B*T, HV, V]; S (dS in reverse): [slots, HV, V, K]; ST: [N, HV, K, V]
     states, maps, kept,  # of pieces, in the scan's order: fp32 [most, pieces - 1, HV, V, K], maps as in split.py, [most, pieces - 2, HV, K]
     sk, sv,  # rows of q, e, k and of v are so far apart
@@ -64,7 +64,7 @@ def state_pass_kernel(
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
     ACROSS: tl.constexpr,  # turned: decays multiply what they do in scans that are not, whose states between pieces these have
     SPLIT: tl.constexpr, IP: tl.constexpr,
-    TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
+    TMA: tl.constexpr,  # q, e, k, w, v, Tinv, M, Mqw, o, X are descriptors of [B, heads, T, columns], S of its shape, not pointers
 ):  # fmt: skip
     """One program a (piece, sequence, value head, block of BV values), long pieces first; chunks one after the other."""
     KEY: tl.constexpr = GATE == "key"
@@ -74,6 +74,9 @@ def state_pass_kernel(
     WIDE: tl.constexpr = FACTORS and BK > 128
     PAIRED: tl.constexpr = GATE == "head" and not (WIDE and BV >= 64)  # a head's decays stay in registers, where there are enough
     SCORES: tl.constexpr = "scalar" if GATE == "head" and not PAIRED else GATE
+    # A head's gate is every token's, and summed as those are: what a token's number alone makes, Triton makes once more in every layout
+    SPREAD: tl.constexpr = GATE == "head" and WIDE
+    GIVEN: tl.constexpr = "scalar" if SPREAD else GATE
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
@@ -130,6 +133,8 @@ def state_pass_kernel(
     if LARGE:
         small = tl.minimum(tl.maximum(tl.abs(scale), 0.0078125), 1.0)
         left = scale / small
+    # o reads states in two parts, whose rounding would be most of its error; of 256 channels it would spill (H200: 1.11 ms, before 0.88)
+    FINE: tl.constexpr = LOW_RANK and dtype != tl.float32 and BK <= 128
     made: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     col = i_v * BV  # where values are written
@@ -160,11 +165,11 @@ def state_pass_kernel(
         b_kept = 1.0
     c = tl.maximum(c_end - 1, c_0) if REVERSE else c_0
     if not TOKENS:
-        n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, Tn - c * C, GATE)  # the next chunk's, loaded one chunk ahead
+        n_g = load_gate(g, bos + c * C, HV, i_hv, o_c, C if PAIRED else Tn - c * C, GATE, SPREAD)  # the next chunk's, loaded one ahead
         n_beta = load_strength(beta, bos + c * C, HV, i_hv, o_c, Tn - c * C, USE_BETA)
     b_D = 0.0
     if PAIRED:  # what all chunks have in common but for a last one that is shorter
-        h_G, h_F = decay_sums(n_g, o_c, C, GATE, SPLIT)  # [C]
+        h_G, h_F = decay_sums(n_g, o_c, C, GIVEN, SPLIT)  # [C]
         h_all, h_end = whole(h_G, h_F, o_c, C, SPLIT)
         h_start = start(h_G, h_F, SPLIT)
         if OUTPUT or (DELTA and REVERSE):
@@ -196,10 +201,10 @@ def state_pass_kernel(
         elif PAIRED:
             b_G, b_F, b_all, b_end, b_start = h_G, h_F, h_all, h_end, h_start
             if L < C:
-                b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)
+                b_G, b_F = decay_sums(tl.where(o_c < L, n_g, 0.0) if SPREAD else n_g, o_c, L, GIVEN, SPLIT)
                 b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
         else:
-            b_G, b_F = decay_sums(n_g, o_c, L, GATE, SPLIT)  # [C]
+            b_G, b_F = decay_sums(n_g, o_c, L, GIVEN, SPLIT)  # [C]
             b_all, b_end = whole(b_G, b_F, o_c, C, SPLIT)
             b_start = start(b_G, b_F, SPLIT)
         if not TOKENS:
@@ -208,8 +213,8 @@ def state_pass_kernel(
                 b_Ge, b_Fe = early_sums(b_G, b_F, n_g, GATE, SPLIT)
                 b_early = start(b_Ge, b_Fe, SPLIT)
             b_beta = n_beta.to(tl.float32)  # [C]
-            if GATE == "scalar":
-                n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE)
+            if GIVEN == "scalar" and not PAIRED:
+                n_g = load_gate(g, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, GATE, SPREAD)
             n_beta = load_strength(beta, bos + c_next * C, HV, i_hv, o_c, Tn - c_next * C, USE_BETA)
 
         L_v = tl.where(i_v < NV, L, 0) if MAP else L
@@ -221,7 +226,9 @@ def state_pass_kernel(
         if LOW_RANK:
             b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
             b_b = load_chunk(w, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
-            b_T = load_chunk(Tinv, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+            b_T = load_chunk(Mqw if REVERSE else Tinv, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
+            if OUTPUT:
+                b_Mw = load_chunk(Mqw, row, HV * C, i_n, i_hv, t, o_c, 0, L, C, C, C, TMA)  # [C, C]
         if DELTA:
             if ERASE or KEY:
                 b_e = load_chunk(e, row, sk, i_n, i_h, t, o_c, 0, L, K, C, BK, TMA)  # [C, BK]
@@ -313,6 +320,10 @@ def state_pass_kernel(
                     b_early = b_start
             if OUTPUT:
                 b_o = tl.dot(b_s, tl.trans(b_q), input_precision=IP)  # [BV, C]
+                if FINE:
+                    b_o = tl.dot((b_S - b_s.to(tl.float32)).to(dtype), tl.trans(b_q), b_o, input_precision=IP)
+                if LOW_RANK:
+                    b_o = tl.dot(b_x, tl.trans(b_Mw), b_o, input_precision=IP)
                 if DECAY:
                     b_o *= (b_start * (left if LARGE else scale))[None, :]
                 elif not KEY:

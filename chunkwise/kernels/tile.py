@@ -164,15 +164,16 @@ def coarse(b_g):
 
 
 @triton.jit
-def load_gate(g, row, HV, i_hv, o_c, L, GATE: tl.constexpr):
-    """One chunk's scalar gates [C] as stored (zeros past the end), or the head's gate; whatever, where there is none."""
+def load_gate(g, row, HV, i_hv, o_c, L, GATE: tl.constexpr, SPREAD: tl.constexpr = False):
+    """One chunk's scalar gates [C] as stored (zeros past the end), or the head's gate, SPREAD over such rows; whatever, without gates."""
     if GATE == "scalar":
         b_g = tl.load(g + (row + o_c) * HV + i_hv, mask=o_c < L, other=0.0)
+    elif GATE == "head" and SPREAD:
+        b_g = tl.load(g + i_hv + o_c * 0, mask=o_c < L, other=0.0)
+    elif GATE == "head":
+        b_g = tl.load(g + i_hv)
     else:
-        if GATE == "head":
-            b_g = tl.load(g + i_hv)
-        else:
-            b_g = 0.0
+        b_g = 0.0
     return b_g
 
 

@@ -116,3 +116,14 @@ def test_gates_per_value_hear_nothing_of_later_tokens(strong):
         mixed = Streams(*(a if a is None else torch.cat((a[:, :at], b[:, at:]), 1) for a, b in zip(x, other)))
         again, _, _ = plan_triton.forward(p, mixed, None, final=False, save=False)
         assert torch.equal(made[:, :at], again[:, :at]) and not torch.equal(made[:, at:], again[:, at:])
+
+
+def test_an_output_has_hardly_more_than_its_own_rounding_of_a_state_it_reads():
+    """The dplr rule's, of a token that writes nothing; the scale is a power of two. A state in one part costs a share of each product."""
+    x = draw(Gate.KEY, Rule.DPLR, B=1, T=1, H=2, dtype=torch.float16)
+    x, S0 = x._replace(g=x.g * 0, v=x.v * 0, b=x.b * 0), torch.randn(1, 2, 16, 16)
+    p, eps = posed(x, Gate.KEY, Rule.DPLR), torch.finfo(torch.float16).eps
+    o = plan_triton.forward(p, x, S0, final=False, save=False)[0].double()
+    q, S = x.q.double() * p.scale, S0.double()
+    want, size = (torch.einsum("bthk,bhkv->bthv", a, b) for a, b in ((q, S), (q.abs(), S.abs())))
+    assert ((o - want).abs() <= eps * want.abs() + eps**2 * size).all()
