@@ -261,13 +261,18 @@ def test_norms_of_another_kind_stay():
     assert [*_norms(module)] == []  # its eps has another name
 
 
-def test_a_model_runs_without_a_graph_break():
-    model, x = tiny("qwen3_5").train(), ids(2, 33)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_trains_without_a_graph_break(packed):
+    """Dense rows, and documents told by positions alone."""
+    model, x = tiny("qwen3_5").train(), ids(1 if packed else 2, CU[-1])
+    given = dict(position_ids=torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(CU)])[None]) if packed else {}
     with drop_in():
-        eager = model(x, labels=x, use_cache=False)
+        both = []
         torch._dynamo.reset()
-        graph = torch.compile(model, fullgraph=True, backend="aot_eager")
-        output = graph(input_ids=x, labels=x, use_cache=False)
-        assert torch.equal(output.logits, eager.logits)
-        output.loss.backward()
+        for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            model.zero_grad()
+            output = call(input_ids=x, labels=x, use_cache=False, **given)
+            output.loss.backward()
+            both.append({"logits": output.logits.detach(), **gradients(model)})
         torch._dynamo.reset()
+    assert all(torch.equal(t, both[1][n]) for n, t in both[0].items())

@@ -119,26 +119,47 @@ def test_a_head_that_is_more_than_its_weight_is_called():
     assert model(x, labels=x).logits is not None and len(calls) == 1
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_training_compiles_without_a_graph_break(packed):
-    model, x = build(mixer="gated_delta_rule").train(), ids(1, 40)
-    given = dict(cu_seqlens=torch.tensor([0, 13, 40])) if packed else {}
-    results = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+POSITIONS = torch.stack([torch.cat([torch.arange(13), torch.arange(27)]), torch.arange(40)])
+HOLES = torch.ones(2, 40, dtype=torch.int64).index_fill(1, torch.arange(7), 0)  # padding on the left
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, dict(cu_seqlens=torch.tensor([0, 13, 40])), dict(position_ids=POSITIONS), dict(attention_mask=HOLES)],
+    ids=["dense", "offsets", "positions", "padding"],
+)
+def test_training_compiles_without_a_graph_break(given):
+    torch._dynamo.reset()
+    model, x = build(mixer="gated_delta_rule", num_hidden_layers=1).train(), ids(1 if "cu_seqlens" in given else 2, 40)
+
+    def run(model, call=None):
         model.zero_grad()
-        loss = run(x, labels=x, **given).loss
+        loss = (model if call is None else call)(x, labels=x, use_cache=False, **given).loss
         loss.backward()
-        results.append({"loss": loss.detach(), **gradients(model)})
-    assert all(torch.equal(g, results[1][n]) for n, g in results[0].items())
+        return {"loss": loss.detach(), **gradients(model)}
+
+    eager, compiled = run(model), run(model, torch.compile(model, backend="aot_eager", fullgraph=True))
+    if "attention_mask" in given:  # its padding is computed, so sums are taken in another order
+        agree(compiled, run(wide(model)), eager)
+    else:
+        assert all(torch.equal(g, compiled[n]) for n, g in eager.items())
 
 
 @kinds
 def test_every_model_is_one_graph(kind):
-    """No break in the whole model, packed: the compiler sees one graph, whose result is the model's."""
+    """No break in the whole model: padding, and documents told by positions that begin anew; the graph serves any number of them."""
     torch._dynamo.reset()  # other models' compilations count against the limit of this one's
-    model, x = build(**kind, **({} if "layer_types" in kind else dict(num_hidden_layers=1))), ids(1, 24)
-    given = dict(cu_seqlens=torch.tensor([0, 13, 24]), labels=x, use_cache=False)
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x, **given).loss, model(x, **given).loss)
+    model, x = build(**kind, **({} if "layer_types" in kind else dict(num_hidden_layers=1))), ids(2, 40)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+
+    def run(call, mask, positions):
+        output = call(x, labels=x, use_cache=False, attention_mask=mask, position_ids=positions)
+        return flat(output.logits) | {"loss": output.loss.detach()}
+
+    for mask, positions in ((HOLES, POSITIONS), (HOLES.flip(1), POSITIONS.flip(0) % 19), (torch.ones_like(HOLES), POSITIONS)):
+        agree(run(whole, mask, positions), run(wide(model), mask, positions), run(model, mask, positions))
+        torch._dynamo.config.error_on_recompile = True
+    torch._dynamo.config.error_on_recompile = False
 
 
 def test_logits_to_keep_keeps_those():
@@ -186,6 +207,25 @@ def test_hidden_states_and_tuples():
             model(**wrong)
     with pytest.raises(ValueError, match="output_attentions"):
         model(x, output_attentions=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 8])
+def test_flex_attention_sees_what_sdpa_sees(window):
+    """Grouped heads, dense, padded, packed, by a cache of fewer columns than there were tokens: as PyTorch computes it uncompiled."""
+    kind = dict(mixer="full_attention") if window is None else dict(mixer="sliding_attention", sliding_window=window)
+    model, x, mask = build(**kind, hidden_size=32, num_heads=4, num_kv_heads=2), ids(2, 30), torch.ones(2, 33, dtype=torch.int64)
+    mask[0, :11] = 0
+
+    def run(model, name):
+        model.set_attn_implementation(name)
+        packed = model(x[:1], cu_seqlens=torch.tensor([0, 13, 14, 30])).logits
+        output = model(x, attention_mask=mask[:, :30], use_cache=True)
+        more = model(x[:, :3], attention_mask=mask, **{CACHE_FIELD: cache_of(output)}).logits
+        return flat(torch.cat([model(x).logits, output.logits * mask[:, :30, None], packed.expand(2, -1, -1), more], 1))
+
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        agree(run(model, "flex_attention"), run(wide(model), "sdpa"), run(model, "sdpa"))
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -88,18 +88,33 @@ def test_both_names_of_the_cache_argument_work_and_not_together():
         model(x, cache=DynamicCache(), past_key_values=DynamicCache())
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_rule", "hybrid"])
-def test_a_compiled_step_goes_on_from_a_cache_as_any_other(kind):
+@pytest.mark.parametrize("kind", ["rwkv7 in its own blocks", "hybrid"])
+def test_compiled_generation_is_generation(kind):
+    """The prompt is one graph and all steps are another (attention's caches grow, so theirs are two), padding and positions included."""
     torch._dynamo.reset()
-    model, x = build(**KINDS[kind]), ids(2, 12)
-    compiled, outputs = torch.compile(model, fullgraph=True, backend="eager"), []
+    model, x = wide(build(**KINDS[kind])), ids(2, 11)
+    options = dict(attention_mask=torch.ones_like(x).index_put((torch.tensor(0), torch.arange(4)), torch.tensor(0)), max_new_tokens=5)
+    options |= dict(do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    eager, graphs = model.generate(x, **options), []
+
+    def counted(graph, example):
+        graphs.append(graph)
+        return graph
+
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=counted)
+    compiled = model.generate(x, **options)
+    assert torch.equal(compiled.sequences, eager.sequences) and len(graphs) <= 3
+    agree({"logits": torch.cat(compiled.logits)}, {"logits": torch.cat(eager.logits)}, {"logits": torch.cat(eager.logits).float()})
+
+
+def test_a_compiled_prompt_whose_positions_begin_anew_is_refused_beside_a_cache():
+    torch._dynamo.reset()
+    model, x = build(num_hidden_layers=1), ids(1, 8)
+    prompt = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        for step in (compiled, model):
-            out = model(x[:, :9], use_cache=True)
-            for t in range(9, 12):
-                out = step(x[:, t : t + 1], use_cache=True, **{CACHE_FIELD: cache_of(out)})
-                outputs.append(out.logits)
-    assert all(map(torch.equal, outputs[:3], outputs[3:]))
+        assert torch.equal(prompt(x, use_cache=True, position_ids=torch.arange(8)[None]).logits, model(x).logits)
+        with pytest.raises(RuntimeError, match="position_ids begin anew while a cache is kept"):
+            prompt(x, use_cache=True, position_ids=torch.arange(8)[None] % 5)
 
 
 def test_cropping_is_refused_clearly_and_a_copy_returns():

@@ -72,18 +72,36 @@ def test_cached_pieces_are_one_pass_and_generation_is_greedy(kind):
             assert (best - taken <= 64 * torch.finfo(logits.dtype).eps * logits.abs().max()).all()
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "sliding_attention"])
 def test_a_compiled_model_is_one_graph_for_training_and_for_inference(kind):
-    """By the compiler that users have: it asks every gradient whether it lies as was promised."""
+    """By the compiler that users have: it asks every gradient whether it lies as was promised. Trained on documents told by positions."""
     model, x = build(**SIZES, **KINDS[kind], num_hidden_layers=1).train(), ids(2, 150)
-    truth, honest = run(copy.deepcopy(model).double(), x), run(model, x)
+    documents = dict(position_ids=torch.stack([torch.cat([torch.arange(70), torch.arange(80)]), torch.arange(150)]), use_cache=False)
+    truth, honest = run(copy.deepcopy(model).double(), x, **documents), run(model, x, **documents)
+    with torch.no_grad():
+        dense = [flat(m(x).logits) for m in (copy.deepcopy(model).double(), model)]
     model = model.cuda()
     model.zero_grad()
     torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True)
-    output = whole(x.cuda(), labels=x.cuda(), output_logits=True)
+    given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in documents.items()}
+    output = whole(x.cuda(), labels=x.cuda(), output_logits=True, **given)
     output.loss.backward()
     agree(on_gpu(flat(output.logits) | gradients(model)), truth, honest)
     with torch.no_grad():
-        agree(on_gpu(flat(whole(x.cuda(), use_cache=False).logits)), flat(truth["logits"][:, None]), flat(honest["logits"][:, None]))
+        agree(on_gpu(flat(whole(x.cuda(), use_cache=False).logits)), *dense)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_flex_attention_trains_as_sdpa(kind):
+    """Of 4 query and 2 key heads: padded rows, and packed documents; gradients too, which FlexAttention has on a GPU alone."""
+    model, x = build(**{**SIZES, **KINDS[kind]}, num_heads=4, num_kv_heads=2, num_hidden_layers=1).train(), ids(2, 150)
+    mask, cu = torch.ones_like(x).index_fill(1, torch.arange(31), 0), torch.tensor([0, 70, 71, 300])
+    for tokens, given in ((x, dict(attention_mask=mask)), (x.view(1, -1), dict(cu_seqlens=cu))):
+        truth, honest = run(copy.deepcopy(model).double(), tokens, **given), run(model, tokens, **given)
+        card = copy.deepcopy(model).cuda()
+        card.set_attn_implementation("flex_attention")
+        got = run(card, tokens.cuda(), **{n: t.cuda() for n, t in given.items()})
+        agree(got, truth, honest)
     torch._dynamo.reset()

@@ -22,14 +22,14 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(kind, mesh):
+def sharded(kind, mesh, device="cpu"):
     """A model in training mode that had no memory before its shards were initialised."""
     with torch.device("meta"):
         model = ChunkwiseForCausalLM(config(**kind))
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(float("nan"))
@@ -88,26 +88,32 @@ def test_in_half_precision_the_layer_sees_its_gates_in_float32(kind, mesh):
     assert trained(careless, autocast=False)[1]["A_log"] is torch.bfloat16
 
 
-def one_of_two(rank, file, names):
+def one_of_two(rank, file, names, device):
     """A process of two: each has half of every parameter and of the batch, both find the gradients of the whole."""
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    mesh, x = dist.device_mesh.init_device_mesh("cpu", (2,)), ids(2, 20)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh, x = dist.device_mesh.init_device_mesh(device, (2,)), ids(2, 20)
     for name in names:
-        model, plain = sharded(KINDS[name], mesh), build(**KINDS[name]).train()
+        model, plain = sharded(KINDS[name], mesh, device), build(**KINDS[name]).train()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             q.data.copy_(p.full_tensor())
             assert q.isfinite().all() and p.to_local().numel() <= -(-p.shape[0] // 2) * (p.numel() // p.shape[0])
-        model(x[rank : rank + 1], labels=x[rank : rank + 1]).loss.backward()
+        half = x[rank : rank + 1].to(device)
+        model(half, labels=half).loss.backward()
         plain(x, labels=x).loss.backward()
         honest = gradients(plain)
         truth = wide(plain)
         truth.zero_grad()
         truth(x, labels=x).loss.backward()
-        agree({f"d{n}": p.grad.full_tensor().flatten() for n, p in model.named_parameters()}, gradients(truth), honest)
+        agree({f"d{n}": p.grad.full_tensor().flatten().cpu() for n, p in model.named_parameters()}, gradients(truth), honest)
     dist.barrier()  # gloo's threads abort a process that leaves while the other still sends, or whose C++ objects die in Python's own order
     dist.destroy_process_group()
     os._exit(0)
 
 
-def test_two_processes_find_the_gradients_of_one(tmp_path):
-    mp.spawn(one_of_two, (str(tmp_path / "meet"), ["gated_delta_rule", "rwkv7", "hgrn2"]), nprocs=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_processes_find_the_gradients_of_one(device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"NCCL joins GPUs, one a process: two are needed, {torch.cuda.device_count()} here")
+    mp.spawn(one_of_two, (str(tmp_path / "meet"), ["gated_delta_rule", "rwkv7", "hgrn2"], device), nprocs=2)

@@ -60,7 +60,7 @@ def test_deeper_lightning_layers_forget_more_slowly():
 
 @pytest.mark.parametrize(("T", "window", "kv"), [(70, 8, None), (64, 16, 1), (33, 2, 2)])
 def test_long_windows_are_seen_block_by_block_as_by_a_mask(T, window, kv):
-    from chunkwise.models.attention import Attention
+    from chunkwise.models.attention import Attention, Sight
     from chunkwise.nn import plan_packing
 
     torch.manual_seed(0)
@@ -68,7 +68,8 @@ def test_long_windows_are_seen_block_by_block_as_by_a_mask(T, window, kv):
 
     def run(layer, x, mask):
         x = x.detach().requires_grad_()
-        y = layer(x, plan_packing(2, T), mask).flatten(0, 1)
+        packing = plan_packing(2, T)
+        y = layer(x, packing, Sight(packing, mask)).flatten(0, 1)
         leaves = {"dx": x, **{f"d{n}": p for n, p in layer.named_parameters()}}
         grads = torch.autograd.grad(y, list(leaves.values()), torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape))
         return {"y": y.detach(), **{n: g.flatten() for n, g in zip(leaves, grads)}}

@@ -158,10 +158,8 @@ def sides(a) -> None:
                     torch.manual_seed(1)
                     x = torch.randn(B, T, a.hidden, device=a.device, dtype=getattr(torch, a.dtype))
                     line = {**surroundings(x.device), "pass": "layer", "side": name, "dtype": a.dtype, **parts}
-                    line |= {"hidden": a.hidden, "B": B, "T": T}
-                    found.append(measure(line, low, x, a, round_ == 0) | {"round": round_})
-                    if a.compile and round_ == 0:
-                        compiled(line, low, x, a)
+                    line |= {"case": {"op": "qwen3_5", "shape": f"{B},{T},{a.hidden}"}, "hidden": a.hidden, "B": B, "T": T}
+                    found.append(measure(line | {"round": round_}, low, x, a))
     for one in found:
         if one["side"] == "ours":
             compare(one, [other for other in found if other["side"] != "ours" and all(one[n] == other[n] for n in ("B", "T", "round"))])
@@ -193,20 +191,22 @@ def truth(low, x):
         return results(copy.deepcopy(low).double(), x.double())
 
 
-def measure(line, low, x, a, proof: bool):
-    """Errors (proof) and times of the layer `low` of x [B, T, hidden], said and returned."""
+def measure(line, low, x, a):
+    """Errors and times of the layer `low` of x [B, T, hidden], as it is or compiled, said as they come and returned."""
+    call = low
+    if a.compile:
+        torch._dynamo.reset()
+        line, call = line | {"compiled": True}, torch.compile(low, fullgraph=line["side"] == "ours")  # others as far as they let
     grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
-    if proof and not a.no_errors:
-        attempt(line, "errors", lambda: errors(results(low, x), truth(low, x)))
 
     def forward():
         with torch.no_grad():
-            return low(x)
+            return call(x)
 
     def step():
         for p in (grown, *low.parameters()):
             p.grad = None
-        low(grown).backward(dout)
+        call(grown).backward(dout)
 
     def first(call):
         start = time.perf_counter()
@@ -216,43 +216,22 @@ def measure(line, low, x, a, proof: bool):
     repeat = a.repeat if a.device == "cuda" else min(a.repeat, 2)
     if a.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for name, call in (("forward", forward), ("step", step)):
-        attempt(line, f"{name}_first_s", functools.partial(first, call))
-        attempt(line, f"{name}_ms", lambda call=call: [round(t, 3) for t in clock(call, a.device, repeat)])
+    for name, timed in (("step", step), ("forward", forward)):
+        attempt(line, f"{name}_first_s", functools.partial(first, timed))
+        attempt(line, f"{name}_ms", lambda timed=timed: [round(t, 3) for t in clock(timed, a.device, repeat)])
+        if a.compile:
+            said(line, a)
     if a.device == "cuda":
         line["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        for name, call in (("forward", forward), ("step", step)):
-            attempt(line, f"{name}_graph_ms", lambda call=call: round(graph_milliseconds(call, repeat), 3))
+        for name, timed in (("forward", forward), ("step", step)):
+            attempt(line, f"{name}_graph_ms", lambda timed=timed: round(graph_milliseconds(timed, repeat), 3))
+    if line["round"] == 0 and not a.no_errors:
+        attempt(line, "errors", lambda: errors(results(low, x, call), truth(low, x)))
     said(line, a)
+    if a.compile:
+        attempt(line, "graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count)
+        said(line, a)
     return line
-
-
-def compiled(line, low, x, a) -> None:
-    """Graph breaks, errors and times of the layer compiled (ours whole, others as far as they let), each said as soon as it is known."""
-    grown, dout = x.detach().clone().requires_grad_(), torch.randn_like(x)
-    torch._dynamo.reset()
-    whole = torch.compile(low, fullgraph=line["side"] == "ours")
-
-    def inference():
-        with torch.no_grad():
-            return whole(x)
-
-    def step():
-        for p in (grown, *low.parameters()):
-            p.grad = None
-        whole(grown).backward(dout)
-
-    repeat = a.repeat if a.device == "cuda" else 2
-    for name, call in (
-        ("errors", lambda: errors(results(low, x, whole), truth(low, x))),
-        ("step_ms", lambda: [round(t, 3) for t in clock(step, a.device, repeat)]),
-        ("forward_error", lambda: ((inference().double() - truth(low, x)["out"]).norm() / truth(low, x)["out"].norm()).item()),
-        ("forward_ms", lambda: [round(t, 3) for t in clock(inference, a.device, repeat)]),
-        ("graph_breaks", lambda: torch._dynamo.explain(low)(grown).graph_break_count),
-    ):
-        start = time.perf_counter()
-        attempt(line, f"compiled_{name}", call)
-        said(line | {"took_s": round(time.perf_counter() - start, 1)}, a)
 
 
 def main() -> None:
@@ -267,7 +246,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a side may take")
     parser.add_argument("--no-errors", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the layer compiled by inductor: ours whole")
     parser.add_argument("--shortlist", type=pathlib.Path, help="Triton's cache of an earlier run, whose best candidates fla's tuner tries")
     parser.add_argument("--few", type=int, help="candidates that fla's tuner tries of every other kernel, spread over its list")
     parser.add_argument("--threads", type=int, default=8, help="that build its candidates")
@@ -283,7 +262,7 @@ def main() -> None:
             given = [sys.argv[0], "--together", "--sides", name, "--rounds", "1"]
             for option in ("sizes", "dtype", "device", "hidden", "repeat", "threads", "few", "shortlist", "out"):
                 given += [f"--{option}", str(getattr(a, option))] if getattr(a, option) else []
-            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * (a.compile and round_ == 0) + ["--verbose"] * a.verbose
+            given += ["--no-errors"] * (a.no_errors or round_ > 0) + ["--compile"] * a.compile + ["--verbose"] * a.verbose
             start = time.perf_counter()
             try:
                 subprocess.run([sys.executable, *given], timeout=a.limit)

@@ -249,7 +249,8 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 if a.out is not None and not a.prove_only:
                     with a.out.open("a") as file:
-                        facts = {**surroundings(torch.device(DEVICE)), "pass": "training", "sizes": {n: getattr(a, n) for n in sizes}}
+                        case = {"op": "gated_delta_rule", "shape": f"{a.batch},{a.context}", **{n: getattr(a, n) for n in sizes}}
+                        facts = {**surroundings(torch.device(DEVICE)), "case": case, "pass": "training"}
                         file.write(json.dumps({**facts, **row}) + "\n")
             except Exception:
                 print(f"{side}: failed\n{traceback.format_exc()[-2000:]}", flush=True)

@@ -67,8 +67,8 @@ def patch_transformers(*, replace: bool = False) -> Patch:
     `cu_seq_lens_q` or by `position_ids` that begin anew (without a cache), reach every layer: the convolutions and recurrences of the
     linear-attention layers, and, through position ids and without a cache, the mask of the attention layers. An attention_mask of ones
     beside them is taken off. Reading `position_ids` synchronises with a GPU once a call, reading a mask beside documents once more,
-    `cu_seq_lens_q` never; under torch.compile position ids alone are not read. Models with a scan of another package (Mamba's kinds: its
-    documents would go on reading one another) are left as they are, and listed as not kept apart.
+    `cu_seq_lens_q` never; under torch.compile position ids beside a mask are not read. Models with a scan of another package (Mamba's
+    kinds: its documents would go on reading one another) are left as they are, and listed as not kept apart.
 
     Args:
         replace: take over from fla and causal_conv1d where they are imported already.
@@ -196,10 +196,10 @@ def _separate(given: dict[str, Any]) -> dict[str, Any]:
         if mask is not None and (torch.compiler.is_compiling() or not bool(mask.all())):
             raise ValueError("attention_mask beside cu_seq_lens_q: a packed row has no padding; leave attention_mask out")
     else:
-        cu = None if positions is None or torch.compiler.is_compiling() else _offsets(positions, mask)
+        cu = None if positions is None else _offsets(positions, mask)
         if cu is None or (mask is not None and not bool(mask.all())):
             return {}
-        longest = int(cu.diff().max())
+        longest = given["position_ids"].shape[-1] if torch.compiler.is_compiling() else int(cu.diff().max())
         further = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
     if mask is not None:
         further["attention_mask"] = None  # all ones: beside it, attention layers look for no documents
@@ -233,10 +233,15 @@ def _offsets(positions: Tensor, mask: Tensor | None) -> Tensor | None:
         if text.ndim != 2:
             return None
         new = text.diff(dim=1) != 1 if mask is None else text.diff(dim=1) < 1
-    begins = new.nonzero()
-    if not len(begins):
-        return None
     B, T = positions.shape[-2:]
+    traced = torch.compiler.is_compiling()
+    if traced and (B != 1 or mask is not None):
+        if mask is None:
+            torch._assert_async(~new.any(), f"packed documents need one row: flatten the batch to B = 1, got B = {B}")
+        return None
+    begins = new.nonzero()
+    if not traced and not len(begins):
+        return None
     if B != 1 and mask is not None and not bool(mask.all()):  # padding repeats positions
         return None
     if B != 1:

@@ -43,7 +43,7 @@ def partition(gate: Gate, N: int, T: int, HV: int, D: int, chunk: int) -> tuple[
     if not chunk:
         return T, 1
     room = PART if gate in (Gate.KEY, Gate.VALUE) else WIDE * PART
-    tokens = chunk * max(1, room // max(1, N * HV * chunk * D))
+    tokens = chunk * torch.sym_max(1, room // torch.sym_max(1, N * HV * chunk * D))
     return tokens, T // tokens + 1
 
 

@@ -71,8 +71,7 @@ def handed(op: Op, x: Mapping[str, Tensor | None], o: Mapping[str, Any]) -> tupl
     s = op.lower(**x, **settings)  # type: ignore[misc]
     if not (norm or gate or sigmoid):
         return s, NOTHING
-    names = {id(t): n for n, t in x.items() if t is not None}
-    comes = {n: names.get(id(t)) for n, t in s._asdict().items() if t is not None}
+    comes = {n: next((name for name, given in x.items() if given is t), None) for n, t in s._asdict().items() if t is not None}
     if not (all(comes.values()) and comes["q"] == "q" and comes["k"] == "k"):
         return None
     erase = comes.get("a") or comes.get("e")

@@ -29,7 +29,7 @@ from ..nn import (
 )
 from ..nn.joint import hooked, plain
 from ..nn.linear import Linear
-from .attention import Attention
+from .attention import Attention, Sight
 from .cache import CACHE_FIELD, MixerCacheLayer, open_cache, tokens_seen
 from .configuration import ATTENTION, NONE, ChunkwiseConfig
 
@@ -67,7 +67,7 @@ class Block(GradientCheckpointingLayer):
         x: Tensor,
         y: Tensor | None,
         packing: Packing,
-        attention_mask: Tensor | None = None,
+        sight: Sight | None = None,
         cache: Cache | None = None,
         floor: Tensor | None = None,
         first: Tensor | None = None,
@@ -80,7 +80,7 @@ class Block(GradientCheckpointingLayer):
         if self.attn is not None:
             normed, x = add(self.attn_norm, x, y)
             if isinstance(self.attn, Attention):
-                y = self.attn(normed, packing, attention_mask, cache)
+                y = self.attn(normed, packing, sight, cache)
             else:
                 before = layer.state if isinstance(layer, MixerCacheLayer) else None
                 y, state = self.attn(normed, packing=packing, state=before, output_state=layer is not None, depth=depth)
@@ -124,6 +124,7 @@ class ChunkwisePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _is_stateful = True  # a recurrent state cannot be rolled back
     _supports_sdpa = True
+    _supports_flex_attn = True
     _keep_in_fp32_modules_strict = sorted({name for mixer in all_mixers().values() for name in mixer.keep_float32})
 
     @torch.no_grad()
@@ -195,8 +196,9 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
             if use_cache or cache.get_seq_length() > 0:
                 raise ValueError("packed documents leave no cache in a model with attention layers: pass use_cache=False")
             cache = None
-        if attention_mask is not None and bool(attention_mask.all()):
+        if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):
             attention_mask = None
+        sight = Sight(packing, attention_mask, self.config._attn_implementation)
 
         x = packing.pack(x)
         if self.config.embedding_norm:
@@ -205,7 +207,7 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
         floors, first = self.floors(), None
         y = None
         for block, floor in zip(self.layers, floors, strict=True):
-            x, y, first = block(x, y, packing, attention_mask, cache, floor, first)
+            x, y, first = block(x, y, packing, sight, cache, floor, first)
             if every is not None:
                 every.append(x if y is None else x + y)
         last = packing.unpack(add(self.norm, x, y)[0])
@@ -247,7 +249,7 @@ class ChunkwiseModel(ChunkwisePreTrainedModel):
             seen = real.to(torch.int64).sum(1)
         return plan_packing(
             x.shape[0], x.shape[1], device=x.device, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens,
-            offset=seen,
+            offset=seen, keep=cache is not None,
         )  # fmt: skip
 
 
@@ -349,6 +351,8 @@ def _targets(labels: Tensor, hidden: Tensor, packing: Packing) -> Tensor:
         return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     target = nn.functional.pad(packing.pack(labels), (0, 1), value=IGNORED)  # [1, n + 1]
     target = target.index_fill(1, packing.cu_seqlens, IGNORED)[:, 1:]  # nothing predicts a first token
+    if (kept := packing.kept) is not None:
+        target = torch.where(kept, target, IGNORED)
     if packing.index is None:
         return target.view(labels.shape)
     return torch.full_like(labels, IGNORED).view(-1).index_copy(0, packing.index, target.squeeze(0)).view(labels.shape)

@@ -53,9 +53,9 @@ class ChannelMix(nn.Module):
         self, x: Tensor, packing: Packing, state: Tensor | None = None, output_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(y, the state after the last token of each sequence, or None)."""
-        before, last = token_shift(x, state, output_state, packing.cu_seqlens)
+        before, last = token_shift(x, packing.enter(state), output_state, packing.cu_seqlens)
         delta = before - x
         y = self.value(activation(self.act)(self.key(torch.addcmul(x, delta, self.x_k.to(x.dtype)))))
         if self.gated:
             y = y * self.receptance(torch.addcmul(x, delta, self.x_r.to(x.dtype))).sigmoid()
-        return y, last
+        return y, packing.leave(last)

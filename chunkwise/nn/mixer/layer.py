@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.library import direct
+from ...engine.problem import given
 from ...spec import PREFIX, Form, Op, all_ops
 from ..conv import ShortConvolution
 from ..joint import convolve, plain
@@ -245,18 +246,19 @@ class Mixer(nn.Module):
     def _mix(
         self, x: Tensor, packing: Packing, state: MixerState | None, output_state: bool, depth: Depth
     ) -> tuple[Tensor, MixerState | None]:
-        window = Window(packing, None if state is None else state.conv, output_state)
+        before = None if state is None else packing.enter(state.recurrent)
+        window = Window(packing, None if state is None else packing.enter(state.conv), output_state)
         inputs, gate = self.operands(x, window, packing.positions, depth)
         form = FORM["fused_recurrent" if not self.training and x.shape[1] <= SHORT else self.mode]
         o, recurrent = self.operate(
-            inputs, form=form, initial_state=None if state is None else state.recurrent, output_final_state=output_state,
-            cu_seqlens=packing.cu_seqlens, chunk_size=self.chunk_size,
+            inputs, form=form, initial_state=before, output_final_state=output_state, cu_seqlens=packing.cu_seqlens,
+            chunk_size=self.chunk_size,
         )  # o [B, T, HV, V]  # fmt: skip
         o = self.close(o, gate, inputs)
         if not output_state or recurrent is None:
             return o, None
         seen = x.new_zeros(packing.sequences, dtype=torch.int64) if state is None else state.seen
-        return o, MixerState(window.after, recurrent, seen + packing.lengths)
+        return o, MixerState(packing.leave(window.after), given(packing.leave(recurrent)), seen + packing.lengths)
 
     @classmethod
     def options(cls) -> Iterator[str]:
