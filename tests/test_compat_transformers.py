@@ -261,6 +261,26 @@ def test_norms_of_another_kind_stay():
     assert [*_norms(module)] == []  # its eps has another name
 
 
+def test_a_compiled_layer_is_ours_whatever_dynamo_says_of_export(monkeypatch):
+    """Dynamo of torch before 2.13 says that somebody exports whenever it compiles, and transformers' decorator believes it."""
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_torchdynamo_exporting", lambda: True)
+    layer, graphs = tiny("qwen3_5").model.layers[0].linear_attn, []
+
+    def backend(graph, example):
+        graphs.append(str(graph.graph))
+        return graph
+
+    def products():
+        graphs.clear()
+        torch._dynamo.reset()
+        torch.compile(layer, fullgraph=True, backend=backend)(torch.randn(1, 70, layer.hidden_size))
+        return graphs[0].count("matmul")
+
+    assert products() > 0
+    with drop_in():
+        assert products() == 0
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model_trains_without_a_graph_break(packed):
     """Dense rows, and documents told by positions alone."""

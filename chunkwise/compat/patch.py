@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from ..nn.packing import sequence_index
 from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
+BOUND = {"torch_function", "func_name", "package", "implementation"}  # what transformers' decorator holds in its closure
 AXES = 3  # of positions in text, images and videos: time, height, width
 PROVED = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2", "bailing_hybrid")  # the tests of packing walk it
 CACHES = ("cache", "past_key_values")  # transformers' names for the argument, newer and older
@@ -74,7 +75,8 @@ def patch_transformers(*, replace: bool = False) -> Patch:
         replace: take over from fla and causal_conv1d where they are imported already.
 
     Returns:
-        the patch: print it for what was replaced; `undo()` or a `with` block ends it. Call it again after importing further models.
+        the patch: print it for what was replaced; `undo()` or a `with` block ends it. Call it again after importing further models:
+        those that bound our functions themselves would compile their own fallbacks under torch before 2.13.
 
     Raises:
         ValueError: the real fla or causal_conv1d is imported already and replace is not set; at the model's call, packed documents in
@@ -83,14 +85,12 @@ def patch_transformers(*, replace: bool = False) -> Patch:
     patch = Patch(install_as_fla(replace=replace))
     made: dict[int, Callable[..., Any]] = {}
     for module in [m for n, m in list(sys.modules.items()) if n.startswith(MODELS) and isinstance(m, ModuleType)]:
-        names = list(_bound(module))
-        for name, fallback, function, package in names:
+        for name, binding, ours in list(_bound(module)):
             current = vars(module)[name]
             if id(current) not in made:
-                from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-                made[id(current)] = use_kernel_func_from_hub_with_fallback(function, package)(fallback)
-            patch.change(module, name, made[id(current)], f"{module.__name__}.{name} -> {package}.{function} of chunkwise")
+                made[id(current)] = _handed({**binding, "implementation": ours})
+            said = f"{module.__name__}.{name} -> {binding['package']}.{binding['func_name']} of chunkwise"
+            patch.change(module, name, made[id(current)], said)
         packages = {inner["package"]: inner["func_name"] for f in vars(module).values() if (inner := _binding(f))}
         if packages.keys() & {FLA, CONV}:
             for cls in _norms(module):
@@ -107,25 +107,41 @@ def patch_transformers(*, replace: bool = False) -> Patch:
     return patch
 
 
-def _binding(value: Any) -> Mapping[str, Any] | None:
-    """What transformers' decorator remembers of a function it bound to another package or to its fallback; None for anything else."""
+def _handed(binding: dict[str, Any]) -> Callable[..., Any]:
+    """What transformers' decorator makes of a function, but that it goes to ours whatever happens. The decorator takes the fallback where
+    somebody exports, and Dynamo of torch before 2.13 says yes to that whenever it compiles."""
+    implementation = binding["implementation"]
+    takes = tuple(inspect.signature(implementation).parameters)
+
+    @functools.wraps(binding["torch_function"])
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **{n: x for n, x in kwargs.items() if n in takes})
+
+    wrapped.__chunkwise_binding__ = binding  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _binding(value: Any) -> dict[str, Any] | None:
+    """What transformers' decorator, or ours, remembers of a function it bound to another package or to its fallback; else None."""
     while inspect.isfunction(value):
+        if hasattr(value, "__chunkwise_binding__"):
+            return value.__chunkwise_binding__
         inner = inspect.getclosurevars(value).nonlocals if value.__closure__ and "torch_function" in value.__code__.co_freevars else {}
-        if {"torch_function", "func_name", "package", "implementation"} <= inner.keys():
-            return inner
+        if BOUND <= inner.keys():
+            return {n: inner[n] for n in BOUND}
         value = getattr(value, "__wrapped__", None)
     return None
 
 
-def _bound(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any], str, str]]:
-    """(name in the module, transformers' fallback, name in the package, package) of what is not yet bound to chunkwise."""
+def _bound(module: ModuleType) -> Iterator[tuple[str, dict[str, Any], Callable[..., Any]]]:
+    """(name in the module, its binding, the function of chunkwise) of what is not yet handed to chunkwise."""
     for name, value in list(vars(module).items()):
         inner = _binding(value)
-        if inner is None or not is_ours(sys.modules.get(inner["package"])):
+        if inner is None or not is_ours(sys.modules.get(inner["package"])) or hasattr(value, "__chunkwise_binding__"):
             continue
         ours = getattr(sys.modules[inner["package"]], inner["func_name"], None) or _within_ops(inner["func_name"])
-        if ours is not None and inner["implementation"] is not ours:
-            yield name, inner["torch_function"], inner["func_name"], inner["package"]
+        if ours is not None:
+            yield name, inner, ours
 
 
 def _within_ops(function: str) -> Any:
