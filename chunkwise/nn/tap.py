@@ -53,9 +53,10 @@ def _taps_backward(silu: bool, x: Tensor, past: Tensor, w: Tensor, bias: Tensor 
         if silu:
             place = {} if z is None else {"grad_input": z}
             dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias, z), **place)
-        d[n, a + W - 1 : b + W - 1].zero_()
+        torch.mul(dz, w[-1], out=d[n, a + W - 1 : b + W - 1])  # where no block before has been: written, not added to
         for j in range(W):
-            d[n, a + j : b + j].addcmul_(dz, w[j])
+            if j < W - 1:
+                d[n, a + j : b + j].addcmul_(dz, w[j])
             dw[j] += torch.mul(dz, rows[:, j : j + b - a], out=product).sum((0, 1))
         if db is not None:
             db += dz.sum((0, 1))
