@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from chunkwise.bench import tuner  # noqa: E402
 from chunkwise.cli import main  # noqa: E402
@@ -32,8 +32,8 @@ def use(config: Config, V: int = 128) -> tuner.Use:
     return tuner.Use("grad", measured.key("grad", posed()), config, V)
 
 
-def found(config: Config) -> measured.Found:
-    return measured.Found(config, "linear_attn 2,100,5,5,64,64 bfloat16 forward", 0.25, 0.5, 3, "a day, versions")
+def found(config: Config, version: str = triton.__version__) -> measured.Found:
+    return measured.Found(config, "linear_attn 2,100,5,5,64,64 bfloat16 forward", 0.25, 0.5, 3, "a day, versions", version)
 
 
 def save(config: Config, ruled: Config | None = None, kernel: str = "grad", folder: Path | None = None) -> Path:
@@ -66,6 +66,13 @@ def test_what_was_measured_beside_another_rule_is_asleep(folder):
     ruled = tune.config("grad", posed())
     then = replace(ruled, num_stages=4)
     save(replace(then, num_warps=8), then)
+    assert tune.config("grad", posed()) == ruled
+
+
+def test_what_another_triton_built_is_asleep(folder):
+    """It may have ordered sums otherwise."""
+    ruled = tune.config("grad", posed())
+    measured.save(CARD, {(measured.key("grad", posed()), ruled): found(replace(ruled, num_warps=8), "1.0")})
     assert tune.config("grad", posed()) == ruled
 
 

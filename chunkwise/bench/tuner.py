@@ -303,8 +303,8 @@ def text(c: Config) -> str:
     return ", ".join([f"BK {c.BK} BV {c.BV} warps {c.num_warps} stages {c.num_stages}", *more])
 
 
-def kept(best: Sequence[Best], when: str) -> dict[tuple[Key, Config], Found]:
+def kept(best: Sequence[Best], when: str, triton: str) -> dict[tuple[Key, Config], Found]:
     """As engine/measured.py keeps them."""
     return {
-        (b.use.key, b.use.ruled): Found(b.config, b.case, round(b.ms, 4), round(b.ruled_ms, 4), b.tried, when) for b in best
+        (b.use.key, b.use.ruled): Found(b.config, b.case, round(b.ms, 4), round(b.ruled_ms, 4), b.tried, when, triton) for b in best
     }  # fmt: skip

@@ -56,8 +56,7 @@ def tune(
         _writable(at(card, out).parent)
     import triton
 
-    versions = f"chunkwise {__version__}, torch {torch.__version__}, triton {triton.__version__}"
-    when = f"{datetime.date.today().isoformat()}, {versions}"
+    when = f"{datetime.date.today().isoformat()}, chunkwise {__version__}, torch {torch.__version__}"
     failed = []
     jobs = jobs or min(16, len(os.sched_getaffinity(0)))
     for c in cases:
@@ -72,7 +71,7 @@ def tune(
             rule = "as the rule says" if b.config == b.use.ruled else f"instead of {tuner.text(b.use.ruled)}, {b.ruled_ms:.4f} ms"
             say(f"{b.use.kernel}: {tuner.text(b.config)}, {b.ms:.4f} ms, {rule}; {b.tried} others tried")
         if made and not dry:
-            say(f"kept in {save(card, tuner.kept(made, when), out)}")
+            say(f"kept in {save(card, tuner.kept(made, when, triton.__version__), out)}")
         say(f"{time.perf_counter() - start:.0f} s")
     if failed:
         raise Failure("; ".join(failed))

@@ -4,8 +4,8 @@ None changes a bit of any result: what is kept was seen to give the bits of the 
 to fill the card with, which a sample's result must not. Other warps may add up in another order, or be what a compiler gets wrong, so a
 row carries a seal: one that was changed since it was measured is refused.
 
-A row names the rule's config that it was measured beside, and holds where the rule still says so. A rule that has changed since was itself
-measured, later: the row is asleep then, never in the way of a call.
+A row names the rule's config that it was measured beside, and the version of Triton that built both: it holds where the rule still says so,
+under that version. A rule that has changed since was itself measured, later: the row is asleep then, never in the way of a call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY: dict[str, type] = dict(
     kernel=str, gate=str, rule=str, bonus=bool, erase=bool, before=bool, dtype=str, precision=str,
     K=int, V=int, C=int, heads=int, packed=bool,
 )  # fmt: skip
-SEEN: dict[str, type] = dict(case=str, ms=float, ruled_ms=float, tried=int, when=str)
+SEEN: dict[str, type] = dict(case=str, ms=float, ruled_ms=float, tried=int, when=str, triton=str)
 SUMS = ("BK", "fuse")  # sums go over blocks of keys, and are of products: others have other bits
 
 
@@ -42,6 +42,7 @@ class Found:
     ruled_ms: float  # the same with the rule's config, in turn with it
     tried: int  # other configs that gave the same bits
     when: str  # date and versions
+    triton: str  # and its: another one may order sums otherwise, or want more of the card
 
 
 Table = Mapping[tuple[Key, Config], Found]  # by what a measurement holds for, and the rule's config
@@ -117,8 +118,10 @@ def _seal(card: str, of: tuple[Key, Config], found: Found) -> str:
 
 @cache
 def measured(card: str) -> Table:
-    """Those of the package, read once."""
-    return load(card)
+    """Those of the package that hold for this Triton, read once."""
+    import triton
+
+    return {of: found for of, found in load(card).items() if found.triton == triton.__version__}
 
 
 def save(card: str, configs: Table, folder: Path | None = None) -> Path:

@@ -73,7 +73,7 @@ def test_a_case_is_tuned_by_what_keeps_its_bits(monkeypatch):
     about = {b.use.kernel: (b.config, b.use.ruled, b.ms, b.ruled_ms, b.tried, b.case) for b in best}
     of = "delta_rule 1,20,1,1,16,16 float32 forward"
     assert about == {"inverse": (inverse, inverse, 1.0, 1.0, 1, of), "state_pass": (replace(scan, num_stages=6), scan, 0.5, 1.0, 2, of)}
-    assert all(tuner.kept(best, "now")[b.use.key, b.use.ruled].config == b.config for b in best)
+    assert all(tuner.kept(best, "now", "3.6")[b.use.key, b.use.ruled].config == b.config for b in best)
     noisy = lambda s, *a, **k: {n: Time(*[Samples(0.9 * t, t, 1.2 * t)] * 3) for n, t in zip(s, (0.9, 1.0))}  # noqa: E731
     monkeypatch.setattr(tuner, "race", noisy)
     assert all(b.config == b.use.ruled for b in tuner.tune(c, torch.device("cpu"), rounds=1, say=said.append))
