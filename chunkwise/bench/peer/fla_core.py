@@ -67,5 +67,7 @@ def call(c: Case, x: Inputs, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Ten
     options |= {n: value for n, value in c.member.settings.items() if n in known}
     if "normalize" in known:
         options["normalize"] = False
+    if "output_final_state" in known:  # its parallel forms have no states
+        options["output_final_state"] = x.S0 is not None
     given = {_argument(n, known): t for n, t in tensors.items()}
-    return function(**given, **options, output_final_state=x.S0 is not None)
+    return function(**given, **options)
