@@ -81,10 +81,10 @@ def test_operator_checks(op, packed, plan):
     x = op.lower(**call.x, **op.settings)
     gate = "none" if x.g is None else op.gate.value
     still = [None if t is None else t.detach() for t in (*x, call.S0, call.cu)]
-    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", True, True)
+    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", "ieee", True, True)
     torch.library.opcheck(torch.ops.chunkwise.forward.default, args)
     o, S, saved = torch.ops.chunkwise.forward(*args)
-    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", saved, torch.randn_like(o), torch.randn_like(S))
+    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", "ieee", saved, torch.randn_like(o), torch.randn_like(S))
     torch.library.opcheck(torch.ops.chunkwise.backward.default, args)
 
 
