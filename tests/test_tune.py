@@ -13,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from chunkwise.bench import tuner  # noqa: E402
+from chunkwise.bench.case import case  # noqa: E402
 from chunkwise.cli import main  # noqa: E402
 from chunkwise.engine import measured, precompile, tune  # noqa: E402
 from chunkwise.engine.config import Card, Config  # noqa: E402
@@ -165,21 +166,21 @@ ARCH = {"nvidia_h200": ("sm_90", "NVIDIA H200")}  # cards whose measurements com
 SHIPPED = [(card, case) for card in measured.cards() for case in dict.fromkeys(f.case for f in measured.load(ARCH[card][1]).values())]
 
 
-@pytest.mark.parametrize("card, case", SHIPPED, ids=str)
-def test_what_was_measured_is_beside_what_the_rules_say_now(card, case, monkeypatch):
+@pytest.mark.parametrize("card, timed", SHIPPED, ids=str)
+def test_what_was_measured_is_beside_what_the_rules_say_now(card, timed, monkeypatch):
     """A row whose rule has changed is asleep: measure that case anew (`chunkwise tune`) or take its rows out, and say which is faster."""
     runtime = pytest.importorskip("triton.runtime")
     arch, name = ARCH[card]
     monkeypatch.setattr(runtime.driver, "_active", precompile._StandIn(arch, name))
-    op, shape, dtype, way = case.split()
+    op, shape, dtype, way = timed.split()
     sizes = {**EXTRA_SIZES, **dict(zip("B T H HV K V".split(), map(int, shape.split(","))))}
     call = partial(precompile._call_once, all_ops()[op], precompile.Way(way == "forward+backward", False, False), sizes)
     seen: list[tuner.Use] = []
     precompile.hear(lambda: seen.extend(tuner.uses(lambda: call(precompile.DTYPES[dtype], False, chunk_size=64))))
     now = {u.key: u.ruled for u in seen}
     for (key, ruled), found in measured.load(name).items():
-        if found.case == case:
-            assert now[key] == ruled, f"{card}: {key[0]} of {case} was measured beside {ruled}, its rule says {now[key]} now"
+        if found.case == timed:
+            assert now[key] == ruled, f"{card}: {key[0]} of {timed} was measured beside {ruled}, its rule says {now[key]} now"
 
 
 def test_candidates_change_one_thing_and_never_the_sums():
@@ -209,7 +210,30 @@ def test_kernels_of_a_call_are_seen_with_their_configs(folder):
         tune.config("grad", posed())
         tune.config("grad", posed(K=16))  # two configs: it is not known which is whose
 
-    assert [(u.kernel, u.ruled) for u in tuner.uses(call)] == [("inverse", tune.config("inverse", posed()))]
+    said: list[str] = []
+    assert [(u.kernel, u.ruled) for u in tuner.uses(call, said.append)] == [("inverse", tune.config("inverse", posed()))]
+    assert said == ["grad: the call runs it in 2 ways: not tuned"]
+
+
+def test_what_cannot_be_captured_is_not_timed(monkeypatch):
+    """It would run with the configs of whoever is timed beside it."""
+
+    class Side:
+        cuda, graph, why = True, None, "not captured: out of memory"
+
+        def __init__(self, call, device): ...
+
+        def warm(self, most): ...
+
+        def prepare(self, seconds): ...
+
+    said: list[str] = []
+    monkeypatch.setattr(tuner, "Side", Side)
+    rule = Config(64, 64, 4, 2)
+    search = tuner.Search(case("gla"), torch.device("cuda"), None, False, lambda: None, {}, None, said.append)  # type: ignore[arg-type]
+    search.moves = {use(rule): False}
+    assert search.fastest(use(rule), rule, [replace(rule, num_warps=8)]) == rule and not search.moves[use(rule)]
+    assert said[0].startswith("grad BK 64 BV 64 warps 8 stages 2: cannot be timed: not captured: out of memory")
 
 
 @pytest.mark.parametrize(

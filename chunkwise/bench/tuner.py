@@ -81,8 +81,8 @@ def using(configs: Mapping[str, Config]) -> Iterator[None]:
         RULES.update(before)
 
 
-def uses(call: Callable[[], Any]) -> list[Use]:
-    """The kernels of a call, those first that it asks for first; not those that it asks for with more than one config."""
+def uses(call: Callable[[], Any], say: Callable[[str], None] = lambda line: None) -> list[Use]:
+    """The kernels of a call, those first that it asks for first; not those that it asks for in several ways, which `say` is told."""
     seen: dict[str, set[Use]] = {}
 
     def spy(name: str, rule: Callable[[Problem], Config]) -> Callable[[Problem], Config]:
@@ -96,6 +96,9 @@ def uses(call: Callable[[], Any]) -> list[Use]:
     with using({}):
         RULES.update({name: spy(name, rule) for name, rule in RULES.items()})
         call()
+    for name, found in seen.items():
+        if len(found) > 1:
+            say(f"{name}: the call runs it in {len(found)} ways: not tuned")
     return [next(iter(found)) for found in seen.values() if len(found) == 1]
 
 
@@ -195,7 +198,7 @@ def tune(
                 _, why = (proof if PASSES[name] else proof.outputs()).judge(detached(call()))
             if why:
                 raise ValueError(f"tune: {c.op} is wrong before anything is tuned: {why}")
-            found = [u for u in uses(call) if u.kernel not in done and (kernels is None or u.kernel in kernels)]
+            found = [u for u in uses(call, say) if u.kernel not in done and (kernels is None or u.kernel in kernels)]
             done |= {u.kernel for u in found}
             case = f"{c.op} {','.join(str(c.sizes[n]) for n in SIZES)}{f',{c.N}' if c.N else ''} {c.dtype} {name}"
             search = Search(c, device, crew, PASSES[name], call, held, rounds, say)
@@ -203,7 +206,11 @@ def tune(
                 if not search.moves[u]:
                     say(f"{u.kernel}: makes no difference to the call, with {tried} others: nothing is kept")
                     continue
-                with_it, ruled = search.confirm(u, config)
+                try:
+                    with_it, ruled = search.confirm(u, config)
+                except (Uncaptured, torch.OutOfMemoryError) as error:
+                    say(f"{u.kernel}: {error}: nothing is kept")
+                    continue
                 if config != u.ruled:
                     why = "" if with_it.p50 <= GAIN * ruled.p50 and with_it.p80 < ruled.p20 else "too little"
                     if why := why or search.elsewhere(u, config):
@@ -214,6 +221,10 @@ def tune(
     if not done:
         raise ValueError(f"tune: {c.op} runs no kernels on {device}")
     return made
+
+
+class Uncaptured(RuntimeError):
+    """A call that is no graph would be timed with whatever configs hold later."""
 
 
 class Search:
@@ -262,15 +273,15 @@ class Search:
         share = {config: self.share(u, config, best) for config in good}
         for config, x in sorted(share.items(), key=lambda one: one[1])[:2]:
             self.say(f"{u.kernel} {text(config)}: {x:.3f} of {text(best)}")
-        self.moves[u] |= any(not GAIN <= x <= 2 - GAIN for x in share.values())
+        self.moves[u] |= any(not GAIN <= x <= 2 - GAIN for x in share.values() if x < float("inf"))
         least = min(share, key=share.__getitem__, default=best)
         return least if share.get(least, 1.0) <= GAIN else best
 
     def share(self, u: Use, config: Config, best: Config) -> float:
         try:
             times = self.race(u, (config, best), self.rounds)
-        except torch.OutOfMemoryError:
-            self.say(f"{u.kernel} {text(config)}: not enough memory to time it")
+        except (Uncaptured, torch.OutOfMemoryError) as error:
+            self.say(f"{u.kernel} {text(config)}: cannot be timed: {' '.join(str(error).split())[:120]}")
             return float("inf")
         return times[config].work.p50 / times[best].work.p50
 
@@ -293,6 +304,8 @@ class Search:
             with using({**self.held, u.kernel: config}):
                 side = Side(self.call, self.device)
                 side.prepare(side.warm(3))  # a graph keeps what it was captured with
+            if side.cuda and side.graph is None:
+                raise Uncaptured(side.why)
             sides[text(config)] = side
         times = race(sides, rounds, 0.1 * longer, ready=True)
         return {config: times[text(config)] for config in configs}
