@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,15 +30,21 @@ def check_tensors(name: str, whole: dict[str, Tensor | None] | None = None, **te
 
     Raises TypeError or ValueError naming one that is not."""
     first, x = next(iter(tensors.items()))
-    for label, t in (*tensors.items(), *(whole or {}).items()):
-        if t is None and label != first:
-            continue
-        floating = label in tensors
-        if not isinstance(t, Tensor) or (not t.is_floating_point() if floating else t.dtype not in WHOLE):
-            given = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"{name}: {label} must be a{' floating tensor' if floating else ' tensor of integers'}, got {given}")
-        if t.device != x.device:  # type: ignore[union-attr]
-            raise ValueError(f"{name}: {label} is on {t.device}, {first} on {x.device}")  # type: ignore[union-attr]
+    at = x.device if isinstance(x, Tensor) else None
+    for label, t in tensors.items():
+        fits = isinstance(t, Tensor) and t.is_floating_point() and t.device == at
+        if not fits and (t is not None or label == first):
+            _refuse(name, label, t, "a floating tensor", isinstance(t, Tensor) and t.is_floating_point(), first, at)
+    for label, t in () if whole is None else whole.items():
+        fits = isinstance(t, Tensor) and t.dtype in WHOLE
+        if t is not None and not (fits and t.device == at):
+            _refuse(name, label, t, "a tensor of integers", fits, first, at)
+
+
+def _refuse(name: str, label: str, t: Tensor | None, wanted: str, fits: bool, first: str, at: torch.device | None) -> NoReturn:
+    if fits:
+        raise ValueError(f"{name}: {label} is on {t.device}, {first} on {at}")  # type: ignore[union-attr]
+    raise TypeError(f"{name}: {label} must be {wanted}, got {t.dtype if isinstance(t, Tensor) else type(t).__name__}")
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
