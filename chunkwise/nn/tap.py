@@ -53,7 +53,11 @@ def _taps_backward(silu: bool, x: Tensor, past: Tensor, w: Tensor, bias: Tensor 
         if silu:
             place = {} if z is None else {"grad_input": z}
             dz = torch.ops.aten.silu_backward(dz, _taps(rows, w, bias, z), **place)
-        torch.mul(dz, w[-1], out=d[n, a + W - 1 : b + W - 1])  # where no block before has been: written, not added to
+        into = d[n, a + W - 1 : b + W - 1]  # where no block before has been: written, not added to
+        if z is None:
+            into.copy_(dz * w[-1])
+        else:
+            torch.mul(dz, w[-1], out=into)
         for j in range(W):
             if j < W - 1:
                 d[n, a + j : b + j].addcmul_(dz, w[j])
