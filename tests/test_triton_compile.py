@@ -14,6 +14,7 @@ import sass  # noqa: E402
 import torch  # noqa: E402
 from cover import cover, sets  # noqa: E402
 
+from chunkwise.engine.dispatch import DIGITS  # noqa: E402
 from chunkwise.engine.explain import passes  # noqa: E402
 from chunkwise.engine.measured import KEY, cards, load  # noqa: E402
 from chunkwise.engine.precompile import LOADS, TARGETS, WAYS, Built, Launch, launches, precompile  # noqa: E402
@@ -274,6 +275,16 @@ def test_every_cell_builds_for_every_card(arch):
     made = built(arch, kinds, ("training", "parallel training"), FULL)
     check(made)
     check_descriptors(made)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_precision_of_the_inverse_builds_for_every_card(arch):
+    kernels = "inverse_kernel score_bounded_kernel score_kernel affine_score_kernel"
+    kinds = [(op, dtype, (64, 64), 1, False) for op, dtype in product(("gated_delta_rule", "kda", "rwkv7"), ("bfloat16", "float32"))]
+    made = [b for inverse in DIGITS for b in built(arch, kinds, ("prefill",), FULL, kernels, inverse)]
+    assert {b.switches.get("IPT") for b in made} == {"bf16x6", "tf32x3", "bf16x3", "tf32", "bf16x1"}
+    check(made)
 
 
 @pytest.mark.parametrize("chunk", [16, 32])

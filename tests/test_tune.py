@@ -57,7 +57,7 @@ def test_what_was_measured_goes_before_the_rule_for_such_problems_alone(folder):
     save(fast)
     assert (folder / "nvidia_test_9000.json").exists() and measured.cards() == ["nvidia_test_9000"]
     assert tune.config("grad", posed()) == tune.config("grad", posed(B=1, HV=15)) == fast  # 8 to 15 heads in all
-    for other in (posed(B=4), posed(K=128), posed(V=32), posed(dtype=torch.float16), posed(B=1)):
+    for other in (posed(B=4), posed(K=128), posed(V=32), posed(dtype=torch.float16), posed(B=1), replace(posed(), inverse="bf16")):
         assert tune.config("grad", other) == tune.RULES["grad"].rule(other)
     assert tune.config("inverse", posed()) == tune.RULES["inverse"].rule(posed())
 
