@@ -86,6 +86,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "grad_reader_kernel", ("LOW_RANK",)): (520, _GRADIENTS),
     (("sm_90",), "grad_writer_kernel", ("LOW_RANK",)): (664, _GRADIENTS),
     (("sm_90",), "score_bounded_kernel", ("DELTA", "PAIRS")): (128, "both scores of an erase key of its own; not measured"),
+    (("sm_90",), "inverse_kernel", ("IPT=bf16x6",)): (144, "six products each; GDN's forward 0.356 ms, with three 0.308 (H200)"),
     (("sm_90",), "inverse_kernel", ()): (96, "twelve programs a multiprocessor: GDN 0.083 ms; two warps of theirs 0.119 (H200)"),
     (("sm_90",), "grad_kernel", ("DELTA", "BV=256")): (368, _GRADIENTS),
     (("sm_90",), "output_kernel", ("SPLIT",)): (8, "one channel in a block of 64; none from 8 on"),
