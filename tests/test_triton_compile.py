@@ -90,7 +90,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "inverse_kernel", ()): (96, "twelve programs a multiprocessor: GDN 0.083 ms; two warps of theirs 0.119 (H200)"),
     (("sm_90",), "grad_kernel", ("DELTA", "BV=256")): (368, _GRADIENTS),
     (("sm_90",), "output_kernel", ("SPLIT",)): (8, "one channel in a block of 64; none from 8 on"),
-    (("sm_90",), "parallel_kernel", ()): (96, "float32, 64 bytes; 48 of 256 channels and of float16 in packed rows, where a gate learns"),
+    (("sm_90",), "parallel_kernel", ()): (136, "float32; 48 of 256 channels and of float16 in packed rows, where a gate learns"),
     (("sm_80", "sm_100"), "parallel_kernel", ()): (480, _ELSEWHERE),
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),
     (("sm_90",), "state_pass_kernel", ("PACKED", "DELTA", "BK=256")): (672, _SCAN),

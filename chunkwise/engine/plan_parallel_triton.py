@@ -36,10 +36,11 @@ class Blocks(NamedTuple):
 
 
 class Met(NamedTuple):
-    """What the gate's gradient is summed of, each [blocks of keys, HV, B*T] fp32."""
+    """What the gate's gradient is summed of, each [blocks of keys, HV, B*T] fp32: see kernels/parallel.py."""
 
     pairs: Tensor
-    ends: Tensor | None
+    ends: Tensor | None  # of dk, where the last state has a gradient
+    inner: Tensor | None  # of dq in float32
 
 
 def _blocks(p: Problem, x: Streams) -> Blocks:
@@ -71,8 +72,8 @@ def _rows(
     o = torch.empty(p.B, p.T, p.HV, Z, dtype=torch.float32 if turned and p.HV > p.H else p.dtype, device=x.device)
     met = None
     if learns:
-        made = [torch.empty(NZ, p.HV, p.B * p.T, dtype=torch.float32, device=x.device) for _ in range(1 + (reverse and S is not None))]
-        met = Met(made[0], made[1] if len(made) > 1 else None)
+        made = torch.empty(2, NZ, p.HV, p.B * p.T, dtype=torch.float32, device=x.device)
+        met = Met(made[0], made[1] if reverse and S is not None else None, made[1] if not reverse and p.dtype == torch.float32 else None)
     own, out, unused = z, o, x
     tma = c.tma and can_describe(p, (x, sx), (y, sx), (z, sz), (w, sz))
     if tma:
@@ -80,7 +81,7 @@ def _rows(
         z, own, w = described(z, sz, COLUMNS, c.BV), described(z, sz, p.C, c.BV), described(w, sz, p.C, c.BV)
         out = described(o, p.HV * Z, p.C, c.BV)
     places = [dense(t, unused) for t in (g, factors, at.chunks, at.first, p.cu_seqlens, S)]
-    sums = [unused if t is None else t for t in (met or (None, None))]
+    sums = [unused if t is None else t for t in (met or (None, None, None))]
     launch(
         parallel_kernel, at.slots * p.HV * NZ, x, y, z, own, w, *places, out, *sums,
         sx, sz, p.T, p.HV, p.N, at.slots, p.B * p.T, p.scale,
@@ -124,10 +125,11 @@ def _gate(of: Blocks, g: Tensor, read: Met, written: Met, S0: Tensor | None, dST
     p = of.p
     each = torch.empty(p.B, p.T, p.HV, dtype=torch.float32 if p.gate is Gate.HEAD else g.dtype, device=g.device)
     unused = read.pairs
-    others = [dense(t, unused) for t in (written.ends, g, of.factors, p.cu_seqlens, S0, dST)]
+    exact = p.dtype == torch.float32
+    others = [dense(t, unused) for t in (written.ends, read.inner, g, of.factors, p.cu_seqlens, S0, dST)]
     launch(
         parallel_gate_kernel, p.N * p.HV, read.pairs, written.pairs, *others, each, p.T, p.HV, p.N, p.B * p.T,
-        SIZE=p.K * p.V, PARTS=read.pairs.shape[0], BLOCK=SUMMED, C=COLUMNS, GATE=p.gate.value, FINAL=dST is not None,
-        INITIAL=S0 is not None, PACKED=p.cu_seqlens is not None, config=config("parallel_gate", p),
+        SIZE=p.K * p.V, PARTS=read.pairs.shape[0], BLOCK=COLUMNS if exact else SUMMED, C=COLUMNS, GATE=p.gate.value, FINAL=dST is not None,
+        INITIAL=S0 is not None, PACKED=p.cu_seqlens is not None, EXACT=exact, config=config("parallel_gate", p),
     )  # fmt: skip
     return each.sum((0, 1)).to(g.dtype) if p.gate is Gate.HEAD else each

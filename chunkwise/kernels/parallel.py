@@ -12,7 +12,8 @@ so the sum of those between starts at 0 and what is large in it decays to nothin
 The gate's gradient, d_t = sum over pairs j < t <= i of their shares, is summed from the end: q.dq of readers from t on less k.dk of writers
 from t on; what tokens before t have written into the last state is summed from the start. A token's own pair decays nowhere and is added
 to dq and dk apart. Where a gate learns, pairs are rounded with their whole decay, so that both sums have the same numbers: what cancels,
-cancels.
+cancels. In float32 that leaves too much, for one token's rounding is in the gradients of all before it: there a block's own pairs are
+summed one by one, over j < t <= i, and only blocks are summed from the end.
 """
 
 import triton
@@ -104,7 +105,7 @@ def block_scores(
 
 @triton.jit(do_not_specialize=["T", "HV", "N", "slots", "rows"])
 def parallel_kernel(
-    x, y, z, own, w, g, factors, chunks, first, cu_seqlens, S, o, met, ends,  # x, y, z, w: token rows; own: z; g [HV] | [B*T, HV]
+    x, y, z, own, w, g, factors, chunks, first, cu_seqlens, S, o, met, ends, inner,  # x, y, z, w: token rows; own: z; g [HV] | [B*T, HV]
     sx, sz,  # rows of x and y, of z and w are so far apart
     T, HV, N, slots, rows, scale,  # rows: B*T; S [N, HV, K, V]
     X: tl.constexpr, Z: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BZ: tl.constexpr, GROUP: tl.constexpr,
@@ -114,7 +115,7 @@ def parallel_kernel(
     """One program a (value head, block of rows, block of z's columns), slots of ROWS; o [B*T, HV, Z].
 
     LEARNS (dq, dk; w is q, k): met [NZ, HV, B*T] fp32 takes w.o of every row but for its own pair and, REVERSE, the state's part; that goes
-    into ends.
+    into ends. In float32, where ROWS is C, met takes other blocks' pairs alone, and inner, of dq, the gate's gradient of a block's own.
     TMA: x, own, w and o are described by ROWS, y and z by C.
     """
     NZ: tl.constexpr = (Z + BZ - 1) // BZ
@@ -141,6 +142,7 @@ def parallel_kernel(
     if TURNED:
         i_x, i_y = i_y, i_x
     TYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
+    EXACT: tl.constexpr = LEARNS and TYPE == tl.float32
     FIT: tl.constexpr = TYPE == tl.float16  # whose range sums of many channels may leave
     o_r, o_c = tl.arange(0, ROWS), tl.arange(0, C)
     col = i_z * BZ
@@ -196,6 +198,11 @@ def parallel_kernel(
     if GATE != "none" and not LEARNS:
         b_o *= b_row[:, None]
 
+    if LEARNS:
+        b_w = load_chunk(w, row, sz, i_b, i_y, t, o_r, col, L, Z, ROWS, BZ, TMA)  # [ROWS, BZ]
+        p_met = (i_z * HV + i_hv).to(tl.int64) * rows + row + o_r
+    if EXACT:
+        b_met = tl.sum(b_w * b_o, 1)
     b_own = tl.zeros([ROWS], tl.float32)  # of a token and itself
     for i in tl.range(ROWS // C, num_stages=1):  # the rows' own block
         b_M = block_scores(
@@ -221,16 +228,21 @@ def parallel_kernel(
         if FIT:
             b_M *= b_fit[:, None]
         b_z = load_chunk(z, row + i * C, sz, i_b, i_y, t + i * C, o_c, col, L - i * C, Z, C, BZ, TMA)  # [C, BZ]
+        if EXACT and not REVERSE:  # of token t: all that rows from t on have of columns before it
+            b_E = tl.cumsum(b_M * tl.dot(b_w, tl.trans(b_z), input_precision=IP), 1)  # [ROWS, C]
+            b_d = tl.sum(tl.where(o_r[:, None] > o_c[None, :], b_E, 0.0), 0)  # of the next token
+            o_next = tl.where(o_c == C - 1, 0, o_c + 1)
+            p_inner = inner + (i_z * HV + i_hv).to(tl.int64) * rows + row + o_next
+            tl.store(p_inner, tl.where(o_c == C - 1, 0.0, b_d), mask=o_next < L)
         b_o = tl.dot(b_M.to(TYPE), b_z, b_o, input_precision=IP)
     if FIT:
         b_o *= b_back[:, None]
 
     o_z = col + tl.arange(0, BZ)
     if LEARNS:
-        b_w = load_chunk(w, row, sz, i_b, i_y, t, o_r, col, L, Z, ROWS, BZ, TMA).to(tl.float32)  # [ROWS, BZ]
-        p_met = (i_z * HV + i_hv).to(tl.int64) * rows + row + o_r
+        b_w = b_w.to(tl.float32)
         if REVERSE:
-            tl.store(met + p_met, tl.sum(b_w * b_o, 1), mask=o_r < L)
+            tl.store(met + p_met, b_met if EXACT else tl.sum(b_w * b_o, 1), mask=o_r < L)
     if INITIAL:
         S += (i_b.to(tl.int64) * HV + i_hv) * X * Z
         b_s = tl.zeros([ROWS, BZ], tl.float32)
@@ -254,11 +266,13 @@ def parallel_kernel(
         if not REVERSE:
             b_s *= scale
         b_o += b_s
+        if EXACT and not REVERSE:
+            b_met += tl.sum(b_w * b_s, 1)
         if LEARNS and REVERSE:
             tl.store(ends + p_met, tl.sum(b_w * b_s, 1), mask=o_r < L)
     if LEARNS:
         if not REVERSE:
-            tl.store(met + p_met, tl.sum(b_w * b_o, 1), mask=o_r < L)
+            tl.store(met + p_met, b_met if EXACT else tl.sum(b_w * b_o, 1), mask=o_r < L)
         b_o += b_own[:, None] * load_chunk(own, row, sz, i_b, i_y, t, o_r, col, L, Z, ROWS, BZ, TMA).to(tl.float32)
     OUT: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     store_chunk(o, tl.trans(b_o.to(OUT)), row, HV, i_b, i_hv, t, o_r, col, L, Z, ROWS, BZ, TMA)
@@ -266,10 +280,10 @@ def parallel_kernel(
 
 @triton.jit(do_not_specialize=["T", "HV", "N", "rows"])
 def parallel_gate_kernel(
-    read, written, ends, g, factors, cu_seqlens, S, dS, dg,  # read, written, ends [parts, HV, B*T]; S, dS [N, HV, K, V]; dg [B*T, HV]
+    read, written, ends, inner, g, factors, cu_seqlens, S, dS, dg,  # read to inner [parts, HV, B*T]; S, dS [N, HV, K, V]; dg [B*T, HV]
     T, HV, N, rows,
     SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,  # float32: BLOCK is C
 ):  # fmt: skip
     """dg of a sequence and value head. FINAL: the last state has a gradient, and the first part of `ends` is written over; SIZE: K * V;
     PARTS: blocks of keys."""
@@ -316,11 +330,21 @@ def parallel_gate_kernel(
     for i in range(many):
         o = (many - 1 - i) * BLOCK + o_b
         b_d = tl.zeros([BLOCK], tl.float32)
+        b_r = tl.zeros([BLOCK], tl.float32)
+        b_w = tl.zeros([BLOCK], tl.float32)
         for j in tl.static_range(PARTS):
             p = at + j * HV * wide + o
-            b_d += tl.load(read + p, mask=o < Tn, other=0.0) - tl.load(written + p, mask=o < Tn, other=0.0)
-        b_dg = tl.cumsum(b_d, 0, reverse=True) + after
-        after += tl.sum(b_d, 0)
+            b_r += tl.load(read + p, mask=o < Tn, other=0.0)
+            b_w += tl.load(written + p, mask=o < Tn, other=0.0)
+            if EXACT:
+                b_d += tl.load(inner + p, mask=o < Tn, other=0.0)
+        if EXACT:
+            after -= tl.sum(b_w, 0)  # what passes the block
+            b_dg = b_d + tl.cumsum(b_r, 0, reverse=True) + before(b_w, o_b) + after
+            after += tl.sum(b_r, 0)
+        else:
+            b_dg = tl.cumsum(b_r - b_w, 0, reverse=True) + after
+            after += tl.sum(b_r - b_w, 0)
         if FINAL:
             b_dg += tl.load(ends + at + o, mask=o < Tn, other=0.0)
         tl.store(dg + (bos + o) * HV + i_hv, b_dg.to(dg.dtype.element_ty), mask=o < Tn)
