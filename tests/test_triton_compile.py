@@ -56,6 +56,7 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_100",), "grad_pair_kernel", ("LOW_RANK",)): (8, _GRADIENTS),
     (("sm_80", "sm_100"), "state_pass_kernel", ("DELTA", "BK=256")): (456, _ELSEWHERE),
     (("sm_90",), "grad_blocks_kernel", ("DELTA",)): (2000, "few channels in blocks of 64: narrower ones are wrong; none from 64 on"),
+    (("sm_100",), "inverse_kernel", ("IPT=tf32x3",)): (16, _ELSEWHERE),
     (("sm_100",), "score_kernel", ("DELTA", "IPT=bf16x1")): (8, _ELSEWHERE),
     (("sm_90",), "score_kernel", ("DELTA",)): (360, "64 channels a block: fewer spill less and took 1.93 ms where this takes 1.79 (H200)"),
     (SERVED, "affine_score_kernel", ("FAR",)): (296, _FAR),
