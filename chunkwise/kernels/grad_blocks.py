@@ -6,6 +6,7 @@ Formulas and names as in grad.py.
 import triton
 import triton.language as tl
 
+from .score import add_sums, fitting
 from .tile import chunk_place, decay_sums, early_sums, load_gate, load_rows, pair_decay, start, whole
 
 
@@ -36,6 +37,7 @@ def grad_blocks_kernel(
     """One program a (chunk, value head)."""
     DECAY: tl.constexpr = GATE != "none"
     TYPE: tl.constexpr = k.dtype.element_ty
+    FIT: tl.constexpr = TYPE == tl.float16  # whose range gradients of pairs may leave
     _, i_slot, i_hv, row, L = chunk_place(tl.program_id(0), chunks, HV, T, C, PACKED)
     if L <= 0:
         return
@@ -78,12 +80,20 @@ def grad_blocks_kernel(
     else:
         b_low = tl.where(i >= j, 1.0, 0.0)
     if DELTA:
-        b_A = (products(do, X, row, sv, HV * V, o_c, L, V, BV, C, IP) * (b_low * scale)).to(TYPE)
+        b_A = products(do, X, row, sv, HV * V, o_c, L, V, BV, C, IP) * (b_low * scale)
         if BEFORE and DECAY:
             b_low = pair_decay(b_Ge[:, None], b_Fe[:, None], b_G[None, :], b_F[None, :], i > j, SPLIT)
-        b_B = tl.where(i == j, 0.0, products(U, X, row, HV * V, HV * V, o_c, L, V, BV, C, IP) * b_low).to(TYPE)
+        b_B = tl.where(i == j, 0.0, products(U, X, row, HV * V, HV * V, o_c, L, V, BV, C, IP) * b_low)
     else:
-        b_A = (products(do, v, row, sv, sv, o_c, L, V, BV, C, IP) * (b_low * scale)).to(TYPE)
+        b_A = products(do, v, row, sv, sv, o_c, L, V, BV, C, IP) * (b_low * scale)
+    if FIT:  # strengths are at most 2
+        fit, back = fitting(2.0 * (tl.maximum(tl.abs(b_A), tl.abs(b_B)) if DELTA else tl.abs(b_A)))
+        b_A *= fit
+        if DELTA:
+            b_B *= fit
+    b_A = b_A.to(TYPE)
+    if DELTA:
+        b_B = b_B.to(TYPE)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         b_dq = tl.zeros([C, BK], tl.float32)
@@ -96,7 +106,11 @@ def grad_blocks_kernel(
         b_dq *= (b_start * scale)[:, None]
         if DECAY:
             b_reads += tl.sum(load_rows(q, row, sk, o_c, o_k, L, K, BK) * b_dq, 1)
+        if FIT:
+            b_dq *= fit
         b_dq = tl.dot(b_A, load_rows(k, row, sk, o_c, o_k, L, K, BK), b_dq, input_precision=IP)
+        if FIT:
+            b_dq *= back
         m_out = m_c[:, None] & (o_k < K)[None, :]
         tl.store(dq + o_h[:, None] * K + o_k[None, :], b_dq.to(dq.dtype.element_ty), mask=m_out)
 
@@ -112,6 +126,8 @@ def grad_blocks_kernel(
     b_z = b_At
     if DECAY:
         b_z = b_At * products(k, q, row, sk, sk, o_c, L, K, BK, C, IP)
+    if FIT:
+        b_At *= fit
     b_At = b_At.to(TYPE)
     b_zr = b_z  # of e, where it decays apart
     if DELTA:
@@ -122,12 +138,14 @@ def grad_blocks_kernel(
             b_zr = b_Bt * products(k, e, row, sk, sk, o_c, L, K, BK, C, IP)
             if not BEFORE:
                 b_z += b_zr
+        if FIT:
+            b_Bt *= fit
         b_Bt = b_Bt.to(TYPE)
     b_dg = tl.zeros([C], tl.float32)
     if DECAY:
-        b_z = tl.dot(b_z.to(TYPE), (i >= j).to(tl.float32).to(TYPE), input_precision=IP)  # [j, t] summed over i >= t
+        b_z = add_sums((i >= j).to(tl.float32).to(TYPE), b_z, None, TYPE, True, False, IP)  # [j, t] summed over i >= t
         if BEFORE:
-            b_z = tl.dot(b_zr.to(TYPE), (i > j).to(tl.float32).to(TYPE), b_z, input_precision=IP)  # and over i > t
+            b_z = add_sums((i > j).to(tl.float32).to(TYPE), b_zr, b_z, TYPE, True, False, IP)  # and over i > t
         b_dg = tl.sum(tl.where(i < j, b_z, 0.0), 0)
 
     # values
@@ -161,18 +179,27 @@ def grad_blocks_kernel(
         b_dk *= b_end[:, None]
         if DECAY:
             b_ends += tl.sum(b_k * b_dk, 1)
+        if FIT:
+            b_dk *= fit
         b_dk = tl.dot(b_At, load_rows(q, row, sk, o_c, o_k, L, K, BK), b_dk, input_precision=IP)
         if DELTA:
             b_e = b_k
             if ERASE:
                 b_e = load_rows(e, row, sk, o_c, o_k, L, K, BK)  # [C, BK]
             b_dk = tl.dot(b_Bt, b_e, b_dk, input_precision=IP)
+        if FIT:
+            b_dk *= back
+        if DELTA:
             b_dr *= start(b_Ge, b_Fe, SPLIT)[:, None]
             if DECAY and BEFORE:
                 b_early -= b_beta * tl.sum(b_e * b_dr, 1)
             elif DECAY:
                 b_reads -= b_beta * tl.sum(b_e * b_dr, 1)
+            if FIT:
+                b_dr *= fit
             b_dr = tl.dot(b_B, b_k, b_dr, input_precision=IP)
+            if FIT:
+                b_dr *= back
             b_dbeta -= tl.sum(b_e * b_dr, 1)
             b_dr *= -b_beta[:, None]
             if ERASE:

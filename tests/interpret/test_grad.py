@@ -209,11 +209,13 @@ def test_a_gates_gradient_beyond_float16_is_finite(rule, sizes):
 
 
 @pytest.mark.parametrize("gate, rule", [(Gate.SCALAR, Rule.ADD), (Gate.SCALAR, Rule.DELTA), (Gate.NONE, Rule.DELTA)])
-def test_pairs_beyond_float16_have_finite_gradients(gate, rule, monkeypatch):
+@pytest.mark.parametrize("erase", [False, True], ids=["at once", "blocks"])
+def test_pairs_beyond_float16_have_finite_gradients(gate, rule, erase, monkeypatch):
     """Products of a value and an output's gradient leave fp16's range; those of all that is made of them do not."""
     normal = torch.randn_like
     monkeypatch.setattr(torch, "randn_like", lambda t: normal(t) * 1000)
-    check(gate, rule, dtype=torch.float16, strong=0.1, B=1, T=40, H=1, C=32, change=lambda x: x._replace(v=x.v * 100))
+    sizes = dict(B=1, T=40, H=1, C=32, V=288 if erase and rule is Rule.ADD else 16, erase=erase and rule is Rule.DELTA)
+    check(gate, rule, dtype=torch.float16, strong=0.1, change=lambda x: x._replace(v=x.v * 100), **sizes)
 
 
 def test_what_passes_chunks_is_known_from_several(monkeypatch):
