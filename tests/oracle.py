@@ -235,3 +235,12 @@ def check(
                 raise AssertionError(
                     f"{name}: error {wrong.max().item():.3e} is {worst:.2f} times what is allowed{' in the worst head' if heads else ''}"
                 )
+
+
+def operator_checks(inputs, gate: str, rule: str, plan: str):
+    """torch's own checks of the two operators, forward and backward, on q, k, v, g, beta, a, b, e, u, S0 and cu_seqlens."""
+    still = [None if t is None else t.detach() for t in inputs]
+    args = (*still, None, gate, rule, plan, 16, 0.5, "ieee", "ieee")
+    torch.library.opcheck(torch.ops.chunkwise.forward.default, (*args, True, True))
+    o, S, saved = torch.ops.chunkwise.forward(*args, True, True)
+    torch.library.opcheck(torch.ops.chunkwise.backward.default, (*args, saved, torch.randn_like(o), torch.randn_like(S)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from oracle import DEVICE, OP_FORMS, OPS, Case, check, definition, engine, ids, make, same, twice
+from oracle import DEVICE, OP_FORMS, OPS, Case, check, definition, engine, ids, make, operator_checks, same, twice
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -80,12 +80,7 @@ def test_operator_checks(op, packed, plan):
     call = make(op, Case(T=20, H=2, n=2, K=6, V=5, N=3 if packed else None), torch.float32)
     x = op.lower(**call.x, **op.settings)
     gate = "none" if x.g is None else op.gate.value
-    still = [None if t is None else t.detach() for t in (*x, call.S0, call.cu)]
-    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", "ieee", True, True)
-    torch.library.opcheck(torch.ops.chunkwise.forward.default, args)
-    o, S, saved = torch.ops.chunkwise.forward(*args)
-    args = (*still, None, gate, op.rule.value, plan, 16, 0.5, "ieee", "ieee", saved, torch.randn_like(o), torch.randn_like(S))
-    torch.library.opcheck(torch.ops.chunkwise.backward.default, args)
+    operator_checks((*x, call.S0, call.cu), gate, op.rule.value, plan)
 
 
 def test_traced_calls_ask_for_no_gradient_of_a_gate_that_has_none():
