@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .engine.prologue import prologue
-from .spec import DEFAULTS, Op
+from .spec import Op
 
 
 def _scan(op: Op, inputs: Mapping[str, Tensor | None], S: Tensor, V: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -28,9 +28,10 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """(o, final state) of a member by its definition, in `dtype` (None: as the inputs are). Takes the member's options; differentiable.
 
+    Raises TypeError for an option that the member does not take.
     Heads are expanded to value heads first, packed sequences are run one by one.
     """
-    o = {**DEFAULTS, **op.settings, **options}
+    o = op.whole(options)
 
     def cast(t: Any) -> Any:
         return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and dtype is not None else t

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .draw import normal
+from .number import is_number, is_whole, is_yes_or_no
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -170,6 +171,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )  # fmt: skip
 
 
+NUMBERS = frozenset({"scale", "lower_bound"})  # of these, or None
+
+
 @dataclass(frozen=True)
 class Arg:
     """One input: its axes, how to draw a valid random one, whether None is allowed, whether its dtype is free (gates)."""
@@ -182,15 +186,6 @@ class Arg:
     @property
     def per_token(self) -> bool:
         return self.axes.startswith("B T")
-
-
-def is_number(x: object) -> bool:
-    """What a setting or a scale may be. Sizes that a compiler traces are ints to `isinstance`, and cannot be asked for attributes."""
-    return isinstance(x, (int, float)) or hasattr(x, "__float__") or hasattr(x, "__index__")
-
-
-def is_whole(x: object) -> bool:
-    return isinstance(x, int) or not isinstance(x, float) and hasattr(x, "__index__")
 
 
 def extent(axis: str, sizes: Mapping[str, int]) -> int:
@@ -300,15 +295,17 @@ class Op:
         return sizes
 
     def check_settings(self, options: Mapping[str, Any]) -> None:
-        """Raises TypeError or ValueError naming the setting, or the option that is yes or no, that does not fit."""
+        """Raises TypeError or ValueError naming the setting, or the option that is a number or yes or no, that does not fit."""
         for name, default in self.defaults.items():
-            if isinstance(default, bool) and not hasattr(x := options.get(name, default), "__bool__"):  # "False", say, is no bool
-                raise TypeError(f"{self.name}: {name} must be True or False, got {x!r}")
+            x = options.get(name, default)
+            if isinstance(default, bool):
+                if not is_yes_or_no(x):
+                    raise TypeError(f"{self.name}: {name} must be True or False, got {x!r}")
+            elif name in self.settings or name in NUMBERS and x is not None:
+                whole = type(default) is int
+                if not is_number(x) or whole and not is_whole(x):
+                    raise TypeError(f"{self.name}: {name} must be a {'whole ' if whole else ''}number, got {x!r}")
         mine = {n: options[n] for n in self.settings}
-        for name, x in mine.items():
-            whole = type(self.settings[name]) is int
-            if not is_number(x) or whole and not is_whole(x):
-                raise TypeError(f"{self.name}: {name} must be a {'whole ' if whole else ''}number, got {x!r}")
         if found := self.fault(**mine):
             raise ValueError(f"{self.name}: {found}")
 
@@ -327,6 +324,13 @@ class Op:
                 bound.setdefault(x, f"{x}={size} (from {n})")
         known = ", ".join(bound[x] for x in axes if x in bound)
         return f"[{', '.join(axes)}]{known and ' with ' + known}"
+
+    def whole(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All options of a call, from those that were given. Raises TypeError for one that this member does not take."""
+        if not options.keys() <= self.defaults.keys():
+            unknown = min(options.keys() - self.defaults.keys())
+            raise TypeError(f"{self.name}: unexpected keyword {unknown!r}; it takes {', '.join(self.defaults)}")
+        return {**self.defaults, **options}
 
     def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
         return self._call(self, inputs, options)

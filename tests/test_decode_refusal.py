@@ -59,6 +59,9 @@ SETTINGS = {
     "no logarithm": ("precond_gated_delta_rule", dict(x=0.0), "precond_gated_delta_rule: x must be above 0, got 0.0"),
     "no root": ("precond_kda", dict(eps=-1.0), "precond_kda: eps must be at least 0, got -1.0"),
     "a word": ("precond_kda", dict(x="2"), "precond_kda: x must be a number, got '2'"),
+    "half a layer": ("lightning_attn", dict(layer_idx=torch.tensor(1.5)), "layer_idx must be a whole number, got tensor(1.5"),
+    "a scale in words": ("gla", dict(scale="half"), "gla: scale must be a number, got 'half'"),
+    "an order in words": ("gla", dict(state_v_first="no"), "gla: state_v_first must be True or False, got 'no'"),
     "no such layer": ("lightning_attn", dict(layer_idx=12), "lightning_attn: layer_idx must be in 0 .. num_layers - 1 = 11, got 12"),
 }
 

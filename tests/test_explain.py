@@ -27,7 +27,8 @@ def test_a_call_without_kernels_says_why_and_is_refused_where_they_are_asked_for
 def test_the_parallel_form_of_gates_per_channel_goes_by_chunks_and_says_so():
     said = chunkwise.explain("gla", T=100, device="cuda", form="parallel")
     assert "parallel form, triton backend" in said and BY_CHUNKS in said
-    assert BY_CHUNKS not in chunkwise.explain("simple_gla", T=100, device="cuda", form="parallel")
+    pairs = chunkwise.explain("simple_gla", T=100, device="cuda", form="parallel")
+    assert "chunks of 64" in said and "triton backend, one chunk" in pairs and BY_CHUNKS not in pairs
     assert BY_CHUNKS in chunkwise.parallel_gla.__doc__
 
 
@@ -53,8 +54,8 @@ def test_without_triton_a_gpu_runs_pytorch(monkeypatch):
 def test_raw_streams_of_a_few_tokens_are_one_kernel(final):
     raw = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=final)
     said = chunkwise.explain("gated_delta_rule", T=2, device="cuda", **raw)
-    assert said == "gated_delta_rule: recurrent form, triton backend, chunks of 64 (4 tokens or fewer)"
-    cu = torch.empty(1, dtype=torch.int32, device="meta")
+    assert said == "gated_delta_rule: recurrent form, triton backend, token by token (4 tokens or fewer)"
+    cu = torch.tensor([0, 2], dtype=torch.int32)
     assert "chunk form, triton" in chunkwise.explain("gated_delta_rule", T=2, device="cuda", cu_seqlens=cu, **raw)
     assert "chunk form, triton" in chunkwise.explain("gated_delta_rule", T=2, device="cuda", grad=True, **raw)
 

@@ -8,6 +8,7 @@ import torch
 from oracle import OPS, Case, ids, make, widen
 
 import chunkwise
+from chunkwise.reference import reference
 from chunkwise.spec import public_functions
 
 every = pytest.mark.parametrize("op", OPS, ids=ids)
@@ -113,6 +114,9 @@ def test_heads_without_channels_are_refused(op):
 def test_unknown_keywords_are_refused(op):
     for name in ("scal", "head_first", "cu_seqlen", "use_l2norm"):
         refused(op, TypeError, name, inputs(op), **{name: None})
+        for other in (lambda **o: reference(op, inputs(op), **o), lambda **o: chunkwise.explain(op, T=8, **o)):
+            with pytest.raises(TypeError, match=f"{op.name}: unexpected keyword '{name}'; it takes "):
+                other(**{name: None})
 
 
 @every
@@ -130,8 +134,9 @@ def test_options_take_listed_values(op, option, value):
 
 
 @every
-@pytest.mark.parametrize("scale", ["half", True, [0.5]], ids=str)
+@pytest.mark.parametrize("scale", ["half", True, [0.5], torch.ones(2), torch.ones((), requires_grad=True)], ids=str)
 def test_a_scale_is_a_number(op, scale):
+    """Alone, and one without a gradient, which it would not get."""
     refused(op, TypeError, "scale must be a number", inputs(op), scale=scale)
 
 
@@ -148,7 +153,8 @@ def test_what_equals_an_option_is_refused_after_it_too(op, option, right, wrong)
 @every
 def test_yes_or_no_is_no_string(op):
     for name in (n for n, default in op.defaults.items() if isinstance(default, bool)):
-        refused(op, TypeError, f"{name} must be True or False, got 'False'", inputs(op), **{name: "False"})
+        for wrong in ("False", torch.tensor([True, False])):
+            refused(op, TypeError, f"{name} must be True or False, got {wrong!r}", inputs(op), **{name: wrong})
 
 
 @every
@@ -194,6 +200,7 @@ def test_raw_gates_need_their_parameters():
         refused(op, ValueError, "A_log", x, use_gate_in_kernel=True, A_log=torch.zeros(3))
         refused(op, ValueError, "dt_bias", x, use_gate_in_kernel=True, A_log=torch.zeros(2), dt_bias=torch.zeros(3))
         refused(op, ValueError, "lower_bound", x, use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound=5.0)
+        refused(op, TypeError, "lower_bound must be a number", x, use_gate_in_kernel=True, A_log=torch.zeros(2), lower_bound="-5")
         refused(op, ValueError, "use_gate_in_kernel", x, A_log=torch.zeros(2))
         for name, option in (("g", "use_gate_in_kernel"), ("beta", "use_beta_sigmoid_in_kernel")):
             if name in op.args and op.args[name].optional:

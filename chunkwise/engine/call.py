@@ -164,10 +164,7 @@ def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Outpu
 
 def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: Any) -> Output:
     """All that a call has to check and to decide."""
-    if not options.keys() <= op.defaults.keys():
-        unknown = sorted(options.keys() - op.defaults.keys())[0]
-        raise TypeError(f"{op.name}: unexpected keyword {unknown!r}; it takes {', '.join(op.defaults)}")
-    o = {**op.defaults, **options}
+    o = op.whole(options)
     passes: list[Pass] = []
     out = run(op, inputs, op.check(inputs), o, passes=passes)
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time

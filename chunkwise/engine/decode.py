@@ -104,9 +104,9 @@ def decode(
     o = {**known, **options}
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"decode {op.name}: backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    op.check_settings({**o, "state_v_first": state_v_first})
     x, who = _split(op, inputs, pool, state_v_first), f"decode {op.name}"
     sizes = op.check(x)
-    op.check_settings(o)
     check_prologue(op.name, x, o)
     query, B, T = given(x[op.query]), sizes["B"], sizes["T"]
     if cu_seqlens is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import BY_CHUNKS, Form, Gate, Output, Rule, Streams, is_number
+from ..spec import BY_CHUNKS, Form, Gate, Output, Rule, Streams
 from . import library
 from .problem import given
 from .prologue import check_prologue, prologue
@@ -169,8 +169,6 @@ def run(
     inverse = o.get("inverse_precision", "auto")
     if inverse not in INVERSES:
         raise ValueError(f"{op.name}: inverse_precision must be one of {', '.join(INVERSES)}, got {inverse!r}")
-    if isinstance(o["scale"], bool) or not (o["scale"] is None or is_number(o["scale"])):
-        raise TypeError(f"{op.name}: scale must be a number, got {o['scale']!r}")
     if S0 is not None:
         if slots is None:
             _check_state(op, S0, op.state_shape(sizes, B if cu is None else cu.shape[0] - 1), o["state_v_first"], device)

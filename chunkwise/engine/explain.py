@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..spec import EXTRA_SIZES, Op, extent
+from ..spec import EXTRA_SIZES, Form, Op, extent
 from .dispatch import Cell, Choice, choose, run
 from .pool import member
 
@@ -15,7 +15,7 @@ def passes(
     op: Op | str, *, T: int, K: int = 128, device: str = "cpu", dtype: torch.dtype = torch.float32, grad: bool = False, **options: Any
 ) -> list[tuple[Cell, Choice]]:
     """The passes of a call of `op` (a member or its name) on T tokens, and what each would run; K channels a key and a value. No device
-    is needed."""
+    is needed. Raises ValueError or TypeError as the call would."""
     op = member("explain", op)
     heard: list[tuple[Cell, Choice]] = []
 
@@ -27,7 +27,8 @@ def passes(
     with torch.set_grad_enabled(grad):
         shapes = {n: [extent(a, sizes) for a in arg.axes.split()] for n, arg in op.args.items()}
         x = {n: torch.empty(s, dtype=dtype, device="meta", requires_grad=grad) for n, s in shapes.items()}
-        run(op, x, op.check(x), {**op.defaults, **options}, listen)
+        bare = {n: t.to("meta") if isinstance(t, torch.Tensor) and n != "cu_seqlens_cpu" else t for n, t in op.whole(options).items()}
+        run(op, x, op.check(x), bare, listen)
     return heard
 
 
@@ -49,4 +50,7 @@ def explain(op: Op | str, *, T: int, **call: Any) -> str:
 
 
 def _line(c: Choice) -> str:
-    return f"{c.form} form, {c.backend} backend, {f'chunks of {c.chunk}' if c.chunk else 'one chunk'} ({c.reason})"
+    tokens = {Form.RECURRENT: "token by token", Form.PARALLEL: "one chunk"}.get(c.form, f"chunks of {c.chunk}")
+    if c.plan == "triton":  # of any form
+        tokens = f"chunks of {c.chunk}"
+    return f"{c.form} form, {c.backend} backend, {tokens} ({c.reason})"

@@ -43,6 +43,7 @@ def prefill(
     for name in NOT_HERE:
         if name in options:
             raise TypeError(f"{who}: unexpected keyword {name!r}: states come from and go to the pool")
+    op.check_settings(op.whole({**options, "state_v_first": state_v_first}))
     sizes = op.check(inputs)
     B, T, query = sizes["B"], sizes["T"], given(inputs[op.query])
     if cu_seqlens is not None:
