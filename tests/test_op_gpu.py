@@ -83,7 +83,7 @@ INVERTING = {(op.rule, op.gate is Gate.KEY): op for op in OPS if "inverse_precis
 
 @pytest.mark.parametrize("op", INVERTING.values(), ids=ids)
 def test_an_inverse_has_the_digits_that_were_asked_for(op):
-    """In float32, of keys nearly parallel: outputs and gradients are as far from the truth as those digits say, and not much nearer."""
+    """In float32, of keys nearly parallel: outputs are as far from the truth as those digits say, and the fewer the farther."""
     call, errors = make(op, replace(DENSE, T=70, correlated=True), torch.float32), {}
     truth = definition(call)
     for way, digits in DIGITS.items():

@@ -26,7 +26,7 @@ from ..engine.problem import Problem, given
 from ..engine.tune import RULES, padded
 from .case import SIZES, Case, Inputs, draw
 from .clock import Side, Time, race
-from .measure import free, ours
+from .measure import PASSES, free, ours
 from .peer import Work
 from .proof import detached, prove
 
@@ -35,7 +35,6 @@ STEPS = 3  # from the rule's config, at most
 LONGER = 3  # so many rounds more has the last race, of what was found beside the rule's
 CONTEXT = 1 << 30  # bytes of the device that a process takes before it asks for any
 NARROW = 64  # values: blocks are not made narrower than this, for what ptxas 12.8 does to narrow operands (docs/facts/kernels.md)
-PASSES = {"forward": False, "forward+backward": True}
 
 
 class Use(NamedTuple):
