@@ -122,7 +122,7 @@ FAULTS = (
     Fault("engine/layout.py", "tail:].zero_()", "tail:]", "rows past the end that nobody clears", "op_shape"),
     Fault("engine/layout.py", "rows:].zero_()", "rows:]", "values past the end that nobody clears", "op_contract"),
     Fault("engine/layout.py", "any(lengths[n] < (i + 1)", "any(lengths[n] < i", "packed rows that nobody clears", "op_contract"),
-    Fault("engine/recurrent.py", "(write - met).mul_(t.beta)", "write - met", "the token form without strengths", "derivation_gradient"),
+    Fault("engine/recurrent.py", ".mul_(t.beta)", "", "the token form without strengths", "derivation_gradient"),
     Fault("engine/recurrent.py", "most) if o is None else o", "most)", "when the token form reads", "member"),
     Fault("engine/scan.py", "None if t is None else t * tokens for t in", "t for t in", "offsets in tokens where rows are steps", "member"),
     Fault("engine/prologue.py", "return -A * F.softplus(g)", "return A * F.softplus(g)", "a raw gate's sign", "op_option"),
@@ -136,7 +136,7 @@ FAULTS = (
         "member_hgrn",
     ),
     Fault("engine/dispatch.py", "any(b < a for a, b in", "any(b <= a for a, b in", "empty sequences refused", "op_refusal"),
-    Fault("ops/rwkv6.py", "g=w, u=u), query", "g=w, u=-u), query", "the bonus's sign", "member"),
+    Fault("ops/rwkv6.py", "g=w, u=u), parallel", "g=w, u=-u), parallel", "the bonus's sign", "member"),
     Fault(
         "ops/hgrn2.py",
         "forget.detach() - forget - g.expm1().detach()",

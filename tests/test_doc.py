@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import mutation
 import pytest
 from typer.main import get_command
 
@@ -18,7 +19,7 @@ import chunkwise
 from chunkwise.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 TESTS = {name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
 documents = pytest.mark.parametrize("document", DOCS, ids=lambda p: p.name)
 
@@ -98,6 +99,11 @@ def test_the_version_is_the_distribution_s():
         assert importlib.metadata.version("chunkwise") == declared
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("chunkwise is run from a checkout that is not installed")
+
+
+@pytest.mark.parametrize("fault", mutation.FAULTS, ids=lambda fault: fault.what)
+def test_a_deliberate_fault_has_its_place(fault):
+    assert (ROOT / "chunkwise" / fault.file).read_text().count(fault.old) == 1
 
 
 def test_parts_of_the_package_are_there_when_asked_for():
