@@ -18,6 +18,7 @@ from chunkwise.nn import (
     rms_norm,
     token_shift,
 )
+from chunkwise.nn.mlp import glu_halves
 
 LAYERS = {
     "no slots": ("abc", dict(num_slots=0), "abc: num_slots must be at least 1, got 0"),
@@ -69,6 +70,8 @@ def test_shapes_that_do_not_fit_are_refused():
         token_shift(torch.randn(6, 4))
     with pytest.raises(ValueError, match=r"token_shift: initial_state must be \[N, D, 1\] = \[1, 4, 1\], got \[1, 4\]"):
         token_shift(torch.randn(1, 6, 4), torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"glu_halves: ab must hold a and b side by side, got \[\]"):
+        glu_halves(torch.tensor(1.0))
     with pytest.raises(ValueError, match="cross_entropy: there must be at least one class, got V = 0"):
         cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
 
@@ -103,7 +106,8 @@ def test_numbers_of_another_kind_and_what_is_no_tensor_are_refused_by_name(name,
     given, call = CALLS[name], getattr(nn, name)
     call(**given)
     t, whole = given[argument], not given[argument].is_floating_point()
-    for other in (t.float() if whole else t.long(), t.cfloat(), t.bool(), t.tolist()):
+    needed = "None" not in str(inspect.signature(call).parameters[argument].annotation)
+    for other in (t.float() if whole else t.long(), t.cfloat(), t.bool(), t.tolist(), *[None] * needed):
         with pytest.raises(TypeError, match=f"{argument} must be (a tensor of integers|int64|a floating tensor), got"):
             call(**{**given, argument: other})
 

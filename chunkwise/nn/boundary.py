@@ -24,20 +24,22 @@ def uses_kernels(x: Tensor) -> bool:
 WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensors(name: str, whole: dict[str, Tensor | None] | None = None, **tensors: Tensor | None) -> None:
-    """Of a function's arguments, of which all but the first tensor may be None: those of `tensors` must be floating, those that are `whole`
-    integers, and all on the device of the first.
+def check_tensors(
+    name: str, whole: dict[str, Tensor | None] | None = None, needed: tuple[str, ...] = (), **tensors: Tensor | None
+) -> None:
+    """Of a function's arguments, of which all but the first tensor and those that are `needed` may be None: those of `tensors` must be
+    floating, those that are `whole` integers, and all on the device of the first.
 
     Raises TypeError or ValueError naming one that is not."""
     first, x = next(iter(tensors.items()))
     at = x.device if isinstance(x, Tensor) else None
     for label, t in tensors.items():
         fits = isinstance(t, Tensor) and t.is_floating_point() and t.device == at
-        if not fits and (t is not None or label == first):
+        if not fits and (t is not None or label == first or label in needed):
             _refuse(name, label, t, "a floating tensor", isinstance(t, Tensor) and t.is_floating_point(), first, at)
     for label, t in () if whole is None else whole.items():
         fits = isinstance(t, Tensor) and t.dtype in WHOLE
-        if t is not None and not (fits and t.device == at):
+        if not (fits and t.device == at) and (t is not None or label in needed):  # type: ignore[union-attr]
             _refuse(name, label, t, "a tensor of integers", fits, first, at)
 
 

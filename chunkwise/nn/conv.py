@@ -197,7 +197,7 @@ def causal_conv1d(
     """
     name, axes = "causal_conv1d", "[B, D, T]" if channels_first else "[B, T, D]"
     integers = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx}
-    check_tensors(name, integers, x=x, weight=weight, bias=bias, initial_state=initial_state, residual=residual)
+    check_tensors(name, integers, ("weight",), x=x, weight=weight, bias=bias, initial_state=initial_state, residual=residual)
     if x.ndim != 3:
         raise ValueError(f"{name}: x must be {axes}, got {list(x.shape)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -257,7 +257,7 @@ def causal_conv1d_update(
             gradients; TypeError: dtypes. Both name the argument.
     """
     name = "causal_conv1d_update"
-    check_tensors(name, {"state_indices": state_indices}, x=x, state=state, weight=weight, bias=bias)
+    check_tensors(name, {"state_indices": state_indices}, ("state", "weight"), x=x, state=state, weight=weight, bias=bias)
     if x.ndim not in (2, 3):
         raise ValueError(f"{name}: x must be [B, D] or [B, T, D], got {list(x.shape)}")
     B, D = x.shape[0], x.shape[-1]

@@ -313,7 +313,7 @@ def linear_cross_entropy(
         ValueError, TypeError: as `cross_entropy`, naming the argument.
     """
     name = "linear_cross_entropy"
-    check_tensors(name, x=x, weight=weight, bias=bias)
+    check_tensors(name, None, ("weight",), x=x, weight=weight, bias=bias)
     _check(name, "x", x, target, reduction)
     D = x.shape[-1]
     if weight.ndim != 2 or weight.shape[1] != D or weight.shape[0] < 1:
@@ -351,7 +351,7 @@ def _check(name: str, label: str, x: Tensor, target: Tensor, reduction: str) -> 
         raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if isinstance(target, Tensor) and target.dtype != torch.int64:
         raise TypeError(f"{name}: target must be int64, got {target.dtype}")
-    check_tensors(name, {"target": target}, **{label: x})
+    check_tensors(name, {"target": target}, ("target",), **{label: x})
     if x.ndim < 1:
         raise ValueError(f"{name}: {label} must be [..., {'V' if label == 'logits' else 'D'}], got a number")
     if target.shape != x.shape[:-1]:

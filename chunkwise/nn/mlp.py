@@ -114,7 +114,7 @@ def glu(a: Tensor, b: Tensor, act: str | None = "silu") -> Tensor:
         ValueError: shapes or dtypes that differ, an unknown activation; TypeError: no floating tensors.
     """
     function = activation(act)
-    check_tensors("glu", a=a, b=b)
+    check_tensors("glu", None, ("b",), a=a, b=b)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"glu: b must be like a, {list(a.shape)} {a.dtype}, got {list(b.shape)} {b.dtype}")
     if act in GATES and uses_kernels(a):
@@ -131,10 +131,10 @@ def glu_halves(ab: Tensor, act: str | None = "silu") -> Tensor:
     """`glu` of one tensor [..., 2 D] that holds a and b side by side; its gradient is one tensor too.
 
     Raises:
-        ValueError: an odd number of channels, an unknown activation.
+        ValueError: no channels or an odd number of them, an unknown activation; TypeError: no floating tensor.
     """
     check_tensors("glu_halves", ab=ab)
-    if ab.shape[-1] % 2:
+    if ab.ndim < 1 or ab.shape[-1] % 2:
         raise ValueError(f"glu_halves: ab must hold a and b side by side, got {list(ab.shape)}")
     if act in GATES and uses_kernels(ab) and ab.shape[-1] % (2 * HALF) == 0:
         return _halves_function(ab, GATES[act])

@@ -207,10 +207,10 @@ _norm_function = differentiable(_Norm)
 
 def _norm(
     name: str, kind: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, eps: float,
-    groups: int, activation: str, out: torch.dtype | None = None,
+    groups: int, activation: str, out: torch.dtype | None = None, needed: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y in `out` or the wider of x's and residual's dtypes, h)."""
-    check_tensors(name, x=x, residual=residual, gate=gate, weight=weight, bias=bias)
+    check_tensors(name, None, needed, x=x, residual=residual, gate=gate, weight=weight, bias=bias)
     if x.ndim < 1:
         raise ValueError(f"{name}: x must be [..., D], got a number")
     D = x.shape[-1]
@@ -267,7 +267,7 @@ def add_rms_norm(
     gate: Tensor | None = None, activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(`rms_norm` of h, h) with h = x + residual, the next residual, rounded to the wider of their dtypes. residual: x's shape."""
-    return _norm("add_rms_norm", "rms", x, residual, weight, bias, gate, eps, groups, activation)
+    return _norm("add_rms_norm", "rms", x, residual, weight, bias, gate, eps, groups, activation, needed=("residual",))
 
 
 def layer_norm(
@@ -286,7 +286,7 @@ def add_layer_norm(
     gate: Tensor | None = None, activation: str = "silu",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(`layer_norm` of h, h) with h = x + residual, as `add_rms_norm`."""
-    return _norm("add_layer_norm", "layer", x, residual, weight, bias, gate, eps, groups, activation)
+    return _norm("add_layer_norm", "layer", x, residual, weight, bias, gate, eps, groups, activation, needed=("residual",))
 
 
 class _Module(nn.Module):

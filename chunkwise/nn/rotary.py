@@ -64,7 +64,7 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 10000.0, *, interleaved:
 
     Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
     """
-    check_tensors("rotary", {"positions": positions}, x=x)
+    check_tensors("rotary", {"positions": positions}, ("positions",), x=x)
     if x.ndim != 4:
         raise ValueError(f"rotary: x must be [B, T, H, K], got {list(x.shape)}")
     B, T, _, K = x.shape
