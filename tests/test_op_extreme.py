@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import DEVICE, OPS, Call, Case, check, definition, engine, honest, ids, make, with_gradients
+from oracle import DEVICE, OP_FORMS, OPS, Call, Case, check, definition, engine, honest, ids, make, with_gradients
 
 from chunkwise.reference import reference
 from chunkwise.spec import Rule
@@ -49,6 +49,14 @@ def test_resets_inside_a_row_lose_no_small_decay_around_them(op, dtype):
 def test_gates_that_are_sometimes_open_are_exact(op):
     torch.manual_seed(3)
     judged(make(op, RAGGED, torch.float32, log_decay=lambda g: g * (torch.rand_like(g) < 0.5)))
+
+
+@pytest.mark.parametrize(("op", "form"), [(op, form) for op, form in OP_FORMS if drawn(op, "log_decay")], ids=ids)
+def test_gates_above_zero_make_a_state_grow_in_every_form(op, form):
+    torch.manual_seed(4)
+    call = make(op, RAGGED, torch.float32, log_decay=lambda g: 0.1 * torch.randn_like(g))
+    truth = definition(call)
+    check(engine(call, form=form), truth, honest(call, truth), form)
 
 
 @gated

@@ -1,4 +1,4 @@
-"""Decayed products inside a chunk, for every kind of gate, with no exponent ever above zero.
+"""Decayed products inside a chunk, for every kind of gate, with no exponent above zero where no gate is.
 
 With G the log decay cumulated over the chunk's tokens (inclusive), a reader x at row i and a writer y at row j <= i meet as
 
@@ -132,8 +132,7 @@ class ScalarDecay:
         """[S, H, n, C, C]; zero where the reader does not meet the writer."""
         if before not in self._gamma:
             G = self.G_before if before else self.G
-            pairs = (G[..., :, None] - self.G[..., None, :]).clamp_(max=0)
-            self._gamma[before] = _mask(pairs.exp_(), before)
+            self._gamma[before] = _mask((G[..., :, None] - self.G[..., None, :]).exp_(), before)
         return self._gamma[before]
 
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
@@ -224,7 +223,7 @@ class ChannelDecay:
             G = self.G.unflatten(-2, (-1, min(LEAF, self.C)))
             R = self.G_before.unflatten(-2, (-1, min(LEAF, self.C))) if before else G
             size = G.fine.shape[-2]
-            self._leaves[before] = [(R[..., d:, :] - G[..., : size - d, :]).clamp_(max=0).exp_() for d in range(size)]
+            self._leaves[before] = [(R[..., d:, :] - G[..., : size - d, :]).exp_() for d in range(size)]
         return self._leaves[before]
 
     def scores(self, x: Tensor, y: Tensor, strict: bool = False, before: bool = False) -> Tensor:
