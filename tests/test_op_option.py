@@ -105,6 +105,15 @@ def test_an_input_left_out_is_its_neutral_value(op):
             same(run(op, {**rest, name: None}, rest), run(op, {**rest, name: given}, rest))
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if any(a.free_dtype for a in op.args.values())], ids=ids)
+def test_gates_of_few_digits_cost_the_streams_none(op):
+    x = {n: t.detach() for n, t in make(op, CASE, torch.float32).x.items()}
+    short = {n: t.bfloat16() if op.args[n].free_dtype else t for n, t in x.items()}
+    wide = {n: t.float() for n, t in short.items()}
+    for form in op.forms:
+        assert all(map(torch.equal, *(op(y, form=form, output_final_state=True) for y in (short, wide))))
+
+
 @every
 def test_scale_multiplies_what_is_read(op):
     call = make(op, CASE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from ..draw import log_decay
@@ -24,7 +25,8 @@ def step(S: Tensor, q: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lower(q: Tensor, v: Tensor, g: Tensor) -> Streams:
-    n, forget = v.shape[2] // q.shape[2], g.exp()
+    n, g = v.shape[2] // q.shape[2], g.to(torch.promote_types(q.dtype, g.dtype))  # the input gate has q's digits, whatever g's are
+    forget = g.exp()
     k = forget.detach() - forget - g.expm1().detach()  # expm1's value; its own gradient, its value plus one, cannot be as small as exp's
     return Streams(q, k.to(q.dtype), v, g=g if n == 1 else g.repeat_interleave(n, 2))
 
