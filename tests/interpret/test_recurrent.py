@@ -171,9 +171,10 @@ def test_a_pool_is_updated_in_its_slots_and_nowhere_else(v_first, dtype):
     o = pooled(x, Gate.KEY, Rule.DELTA, pool, v_first=v_first, slots=torch.tensor([3, -1], dtype=torch.int32))
     S = states(5, v_first, dtype)[3:4].float()
     want, ST = alone(Streams(*(None if t is None else t[:1] for t in x)), Gate.KEY, Rule.DELTA, S.mT.contiguous() if v_first else S)
-    torch.testing.assert_close(o[:1], want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(o[:1], want)
     assert (o[1] == 0).all()
-    torch.testing.assert_close(pool[3], (ST[0].mT if v_first else ST[0]).to(dtype), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    rounded = (ST[0].mT if v_first else ST[0]).to(dtype)  # Triton's interpreter cuts bfloat16's digits off
+    torch.testing.assert_close(pool[3], rounded, rtol=0.0 if dtype == torch.float32 else torch.finfo(dtype).eps, atol=0.0)
     assert whole[[0, 1, 2, 4]].isnan().all() and whole[3, HV].isnan().all()
 
 
