@@ -333,6 +333,9 @@ class Op:
         return {**self.defaults, **options}
 
     def __call__(self, inputs: Mapping[str, Tensor | None], **options: Any) -> Output:
+        """The function of `inputs` by name; one that is left out is None."""
+        if len(inputs) < len(self.args):
+            inputs = {**dict.fromkeys(self.args), **inputs}
         return self._call(self, inputs, options)
 
     def publish(self, short: Callable[..., Output]) -> tuple[Callable[..., Output], ...]:

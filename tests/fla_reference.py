@@ -52,6 +52,7 @@ MODELS = {
     "LinearAttention, relu, hybrid": dict(num_heads=2, feature_map="relu", norm_feature_map=True, tie_feature_map_qk=True, attn=HYBRID),
     "Mamba2": dict(head_dim=8, state_size=6, chunk_size=16, pad_token_id=0),
     "GatedDeltaProduct": dict(num_heads=2, head_dim=4, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
+    "GatedDeltaProduct, one step, without a forget gate": dict(num_heads=2, head_dim=4),
     "Comba": dict(num_heads=2, head_dim=4),
     "GSA": dict(num_heads=2, num_slots=3),
     "ABC": dict(num_heads=2, num_slots=3),

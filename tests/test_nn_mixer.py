@@ -63,6 +63,22 @@ def test_prefill_then_steps_is_one_pass(name, mode):
     agree(got, {"o": truth, "state": whole_wide.recurrent}, {"o": honest, "state": whole.recurrent})
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("forget", [False, True])
+def test_delta_product_of_any_number_of_steps_with_and_without_a_forget_gate(steps, forget):
+    """One step is the (gated) delta rule; the gate may be missing in every form."""
+    layer, x = build("gated_delta_product", num_householder=steps, use_forget_gate=forget).eval(), draw(2, 20, D)
+    wide = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        first, state = layer(x[:, :17], output_state=True)
+        last, _ = layer(x[:, 17:], state=state)
+        agree({"o": torch.cat([first, last], 1)}, {"o": wide(x.double())[0]}, {"o": layer(x)[0]})
+        if steps == 1:
+            rule = build("gated_delta_rule" if forget else "delta_rule", expand_v=2.0, use_gate=True, allow_neg_eigval=True).eval()
+            rule.load_state_dict(layer.state_dict())
+            assert torch.equal(rule(x)[0], layer(x)[0])
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_token_count_splits(name):
     """Prefills shorter than the convolution's window too."""

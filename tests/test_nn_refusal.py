@@ -30,6 +30,9 @@ LAYERS = {
     "no state": ("mamba2", dict(state_size=0), "mamba2: state_size must be at least 1, got 0"),
     "groups that do not divide": ("mamba2", dict(num_groups=3), "mamba2: num_groups must divide num_heads = 2, got 3"),
     "an odd key of retention": ("retention", dict(head_dim=5), "retention: the key size of a head must be even"),
+    "an odd feature of retention": ("retention", dict(feature_map="taylor"), "even for rotary positions, got 157"),
+    "a feature without a gate": ("kda", dict(feature_map="taylor"), "kda: feature_map must keep the channels .* 'taylor' makes 157 of 12"),
+    "features without gates": ("gla", dict(feature_map="dpfp"), "gla: feature_map must keep the channels .* 'dpfp' makes 48 of 6"),
     "no heads": ("gla", dict(num_heads=0), "gla: hidden_size and num_heads must be at least 1, got 24 and 0"),
 }
 

@@ -32,8 +32,8 @@ class ABCAttention(HeadMixer):
         super().__init__(hidden_size, num_heads, **options)
         if num_slots is not None and num_slots < 1:
             raise ValueError(f"abc: num_slots must be at least 1, got {num_slots}")
-        if self.head_k_dim % 2:
-            raise ValueError(f"abc: the key size of a head must be even for rotary positions, got {self.head_k_dim}")
+        if self.feature_dim % 2:
+            raise ValueError(f"abc: the key size of a head must be even for rotary positions, got {self.feature_dim}")
         self.num_slots, self.rope_theta = num_slots or self.head_k_dim, rope_theta
         self.s_proj = Linear(hidden_size, self.num_v_heads * self.num_slots, bias=False)
         self.finish()

@@ -47,14 +47,14 @@ class GatedDeltaProduct(HeadMixer):
         self.beside = ("b", "a") if use_forget_gate else ("b",)
         if use_forget_gate:
             self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
-        self.b_proj = Linear(hidden_size, self.steps * self.num_v_heads, bias=False)
+        self.b_proj = Linear(hidden_size, num_householder * self.num_v_heads, bias=False)
         self.finish()
 
     def initial_values(self, device: torch.device) -> dict[str, Tensor]:
         return mamba_gate_values(self.num_v_heads, self.num_v_heads, device) if self.has_forget_gate else {}
 
     def streams(self, x: Tensor, *beside: Tensor) -> dict[str, Tensor]:
-        beta = write_strength(beside[0], self.beta_scale).unflatten(-1, (self.steps, -1))  # [B, T, R, HV]
+        beta = write_strength(beside[0], self.beta_scale).unflatten(-1, (-1, self.num_v_heads))  # [B, T, R, HV]
         if not self.has_forget_gate:
             return {"beta": beta}
         return {"g": log_decay(beside[1], self.A_log, self.dt_bias), "beta": beta}

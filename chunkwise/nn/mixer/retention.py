@@ -20,8 +20,8 @@ class MultiScaleRetention(HeadMixer):
 
     def __init__(self, hidden_size: int, num_heads: int, *, rope_theta: float = 10000.0, **options: Unpack[MixerOptions]):
         super().__init__(hidden_size, num_heads, **options)
-        if self.head_k_dim % 2:
-            raise ValueError(f"retention: the key size of a head must be even for rotary positions, got {self.head_k_dim}")
+        if self.feature_dim % 2:
+            raise ValueError(f"retention: the key size of a head must be even for rotary positions, got {self.feature_dim}")
         self.rope_theta = rope_theta
         self.finish()
 

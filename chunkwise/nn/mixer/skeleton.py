@@ -41,7 +41,7 @@ class HeadMixer(Mixer):
     beside: tuple[str, ...] = ()  # further maps of the input, named as the letters are; `streams` gets what they make
     expand_k: ClassVar[float] = 1.0
     expand_v: ClassVar[float] = 1.0
-    steps: int = 1  # keys and values a token
+    steps: int | None = None  # keys and values a token, where the operator has an axis of them
     use_short_conv: ClassVar[bool] = False
     conv_activation: ClassVar[str | None] = "silu"
     use_gate: ClassVar[bool] = True
@@ -91,9 +91,16 @@ class HeadMixer(Mixer):
         self.conv_size, self.conv_bias = conv_size, conv_bias
         self.has_conv = own.use_short_conv if use_short_conv is None else use_short_conv
         self.has_gate = own.use_gate if use_gate is None else use_gate
-        self.feature = _features(own.feature_map if feature_map is None else feature_map)
+        name = own.feature_map if feature_map is None else feature_map
+        self.feature = _features(name)
+        self.feature_dim = self.feature(torch.empty(self.head_k_dim, device="meta")).shape[-1]
+        gate = self.member.args.get("g")
+        if self.feature_dim != self.head_k_dim and gate is not None and "K" in gate.axes.split():
+            made = f"{name!r} makes {self.feature_dim} of {self.head_k_dim}"
+            raise ValueError(f"{self.op}: feature_map must keep the channels of a key, each of which has its gate; {made}")
 
-        widths = (num_heads * self.head_k_dim, self.steps * self.key_dim, self.steps * self.value_dim)
+        steps = 1 if self.steps is None else self.steps
+        widths = (num_heads * self.head_k_dim, steps * self.key_dim, steps * self.value_dim)
         for letter, width in zip(self.letters, widths, strict=True):
             self.add_module(f"{letter}_proj", Linear(hidden_size, width, bias=False))
         if self.has_conv:
@@ -136,7 +143,7 @@ class HeadMixer(Mixer):
 
     def project(self, x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
         """q [B, T, H, K], k, v after projection and convolution (or activation), the output gate [B, T, channels of o] or None, and what
-        the maps `beside` them make; k and v have an axis of `steps` before the heads' where there is more than one."""
+        the maps `beside` them make; k and v have an axis of `steps` before the heads' where the operator has it."""
         maps = [getattr(self, f"{name}_proj") for name in (*self.letters, *("g",) * self.has_gate, *self.beside)]
         convs = [getattr(self, f"{letter}_conv1d") for letter in self.letters] if self.has_conv else []
         made = together(x, *maps, merge=3 if convs and alike(convs) else 1)
@@ -149,7 +156,7 @@ class HeadMixer(Mixer):
             elif self.qkv_activation is not None:
                 q, k, v = (activation(self.qkv_activation)(y) for y in (q, k, v))
         gate, rest = (made[0], made[1:]) if self.has_gate else (None, made)
-        per_step = (self.steps,) if self.steps > 1 else ()
+        per_step = () if self.steps is None else (self.steps,)
         k, v = (y.unflatten(-1, (*per_step, n, -1)) for y, n in ((k, self.num_k_heads), (v, self.num_v_heads)))
         return q.unflatten(-1, (self.num_heads, -1)), k, v, gate, rest
 
