@@ -11,7 +11,7 @@ from chunkwise.nn import all_mixers
 
 VOCAB = 37
 ATTENTION = {"full_attention": dict(mixer="full_attention"), "sliding_attention": dict(mixer="sliding_attention", sliding_window=8)}
-HYBRID = dict(layer_types=["retention", "full_attention", "none"], num_hidden_layers=3)
+HYBRID = dict(layer_types=["retention", "full_attention", "none", "sliding_attention"], num_hidden_layers=4, sliding_window=8)
 SHIFTED = dict(norm="layer", embedding_norm=True, hidden_act="sqrelu")
 BLOCKS = {
     "rwkv6 in its own blocks": dict(mixer="rwkv6", mlp="gated_channel_mix", **SHIFTED),

@@ -130,6 +130,24 @@ def test_cropping_is_refused_clearly_and_a_copy_returns():
             model.generate(x, assistant_model=build(), max_new_tokens=4, do_sample=False)
 
 
+def test_a_cache_cropped_before_the_refusal_is_refused_itself():
+    """transformers crops layer by layer: attention layers below a recurrent one have lost tokens when that one refuses."""
+    model, x = build(layer_types=["full_attention", "gla"]), ids(1, 12)
+    with torch.no_grad():
+        cache = cache_of(model(x[:, :9], use_cache=True))
+        kept = copy.deepcopy(cache)
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            cache.crop(-4)
+        with pytest.raises(ValueError, match=r"its layers hold \[5, 9\] tokens.*a copy"):
+            model(x[:, 9:], **{CACHE_FIELD: cache})
+        agree(flat(model(x[:, 9:], **{CACHE_FIELD: kept}).logits), flat(wide(model)(x).logits[:, 9:]), flat(model(x).logits[:, 9:]))
+
+
+def test_a_recurrent_layers_cache_takes_what_is_offered_to_all_layers():
+    """StaticCache offers its length; transformers before 5.24 offers the window of sliding attention, in a model that has such layers."""
+    assert MixerCacheLayer(max_cache_len=64, sliding_window=8).get_seq_length() == 0
+
+
 def test_cache_of_another_model_is_refused():
     model, x = build(), ids(1, 8)
     foreign = DynamicCache(config=config(mixer="full_attention"))

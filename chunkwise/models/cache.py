@@ -39,8 +39,8 @@ class MixerCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, max_cache_len: int | None = None):
-        super().__init__()  # max_cache_len is what a StaticCache offers its layers; this one's size does not depend on it
+    def __init__(self, max_cache_len: int | None = None, sliding_window: int | None = None):
+        super().__init__()  # what a StaticCache, and transformers before 5.24, offer all layers; the size of this one depends on neither
         self.state: MixerState | None = None
         self.length = 0
 
@@ -108,7 +108,7 @@ def open_cache(config: ChunkwiseConfig, cache: Cache | None) -> Cache:
     """A cache with this model's layers: a new one, the caller's own, or the caller's empty one furnished.
 
     Raises:
-        TypeError: not a transformers Cache. ValueError: a cache made for other layers.
+        TypeError: not a transformers Cache. ValueError: a cache made for other layers, or whose layers hold different numbers of tokens.
     """
     if cache is None:
         return DynamicCache(config=config)
@@ -121,6 +121,9 @@ def open_cache(config: ChunkwiseConfig, cache: Cache | None) -> Cache:
     ours = [DYNAMIC_LAYER_TYPE_MAPPING[name] is MixerCacheLayer for name in config.layer_types or []]
     if [isinstance(layer, MixerCacheLayer) for layer in cache.layers] != ours:
         raise ValueError("cache was not made for this model: use DynamicCache(config=model.config), or an empty DynamicCache()")
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    if not torch.compiler.is_compiling() and lengths and min(lengths) != max(lengths):
+        raise ValueError(f"cache: its layers hold {lengths} tokens: some alone were cropped or reset; go on from a copy, or a new cache")
     return cache
 
 
