@@ -89,9 +89,11 @@ def test_a_cache_carries_each_layers_state(alias):
 
 def test_layers_are_imported_as_from_fla():
     with install_as_fla(replace=True):
+        from fla import GatedDeltaNet as same
         from fla.layers import GatedDeltaNet
         from fla.layers.kda import KimiDeltaAttention
 
+        assert same is GatedDeltaNet
         with pytest.raises(ImportError, match="RWKV7Attention"):
             from fla.layers import RWKV7Attention  # noqa: F401
     assert GatedDeltaNet.__module__ == "fla.layers.gated_deltanet" and KimiDeltaAttention(32, head_dim=8, num_heads=2).num_heads == 2

@@ -42,6 +42,7 @@ def test_models_of_fla_are_built_saved_and_loaded_under_their_names(layout, tmp_
         assert {n: v for n, v in written.items() if n in made["config"] and v != made["config"][n]} in ({}, {"hidden_ratio": None})
         again, headless = AutoModelForCausalLM.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)
         assert type(again) is type(model) and type(headless) is imported(f"{base}Model")
+        assert imported(layout.architecture) is getattr(sys.modules["fla"], layout.architecture)
     state = model.state_dict()
     assert {n: list(t.shape) for n, t in state.items()} == made["tensors"]
     assert all(torch.equal(again.state_dict()[n], t) for n, t in state.items())

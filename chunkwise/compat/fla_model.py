@@ -32,7 +32,10 @@ def places() -> Iterator[tuple[str, type]]:
     """(dotted path below fla, the class) of all of them."""
     for name, cls in models().items():
         kind = cls.__module__.rpartition(".")[2]
-        file = f"{'configuration' if issubclass(cls, PretrainedConfig) else 'modeling'}_{kind}"
+        of_config = issubclass(cls, PretrainedConfig)
+        if not of_config:
+            yield name, cls
+        file = f"{'configuration' if of_config else 'modeling'}_{kind}"
         for where in ("models", f"models.{kind}", f"models.{kind}.{file}"):
             yield f"{where}.{name}", cls
 

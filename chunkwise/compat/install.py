@@ -39,7 +39,7 @@ PADDING = ("get_unpad_data", "index_first_axis", "index_put_first_axis", "pad_in
 
 
 def surface() -> Iterator[tuple[str, Any]]:
-    """(dotted path below fla, the object) of everything that the drop-in has."""
+    """(dotted path below fla, the object) of everything that the drop-in has. Layers and models are names of fla itself too."""
     for alias in OPS:
         function = alias.function()
         for name in (alias.name, *(short for short, full in SHORT.items() if full == alias.name)):
@@ -56,6 +56,7 @@ def surface() -> Iterator[tuple[str, Any]]:
         yield from models.places()
     for layer in LAYERS:
         made = layer.layer()
+        yield layer.name, made
         yield f"layers.{layer.name}", made
         yield f"layers.{layer.file}.{layer.name}", made
     for name, function in vars(fla_index).items():
@@ -134,7 +135,7 @@ def install_as_fla(*, replace: bool = False, conv: bool = True) -> Installation:
         done.before[name] = sys.modules.pop(name)
     for path, thing in surface():
         where, _, name = path.rpartition(".")
-        setattr(_module(done, f"{FLA}.{where}"), name, thing)
+        setattr(_module(done, f"{FLA}.{where}" if where else FLA), name, thing)
     if models := _models():
         done.registered = models.register()
     if conv:

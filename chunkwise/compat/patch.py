@@ -56,7 +56,7 @@ class Patch:
         self.undo()
 
     def __str__(self) -> str:
-        nothing = ["nothing to replace: no model that uses fla or causal_conv1d is imported"]
+        nothing = ["nothing to replace: no model that uses fla or causal_conv1d is imported, or all of them are on chunkwise already"]
         return "\n".join((self.replaced or nothing) + self.not_apart)
 
 
