@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 from types import ModuleType
 
 import pytest
@@ -238,6 +239,21 @@ def test_patch_says_what_it_replaced_and_can_be_undone():
     patch.undo()
     assert dict(vars(m)) == before[0] and m.Qwen3_5TextModel.forward is before[1]
     assert m.Qwen3_5RMSNormGated.forward is norm
+
+
+def test_a_model_imported_under_the_patch_is_its_own_when_the_patch_is_undone(monkeypatch):
+    """transformers binds functions at import: such a model holds ours, and nothing that the patch changed."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as bound
+
+    module = ModuleType("transformers.models.made.modeling_made")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x, w = torch.randn(1, 4, 9), torch.randn(4, 3)
+    with drop_in():
+        module.causal_conv1d_fn = bound("causal_conv1d_fn", "causal_conv1d")(lambda x, weight: "their own")
+        assert module.causal_conv1d_fn(x, w).shape == x.shape
+        with drop_in() as again:
+            assert again.replaced
+    assert module.causal_conv1d_fn(x, w) == "their own"
 
 
 def test_norms_of_another_kind_stay():

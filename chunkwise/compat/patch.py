@@ -18,6 +18,7 @@ from ..nn.packing import sequence_index
 from .install import CONV, FLA, Installation, install_as_fla, is_ours
 
 MODELS = "transformers.models."
+PACKAGE = __name__.partition(".")[0]
 BOUND = {"torch_function", "func_name", "package", "implementation"}  # what transformers' decorator holds in its closure
 AXES = 3  # of positions in text, images and videos: time, height, width
 PROVED = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2", "bailing_hybrid")  # the tests of packing walk it
@@ -42,11 +43,14 @@ class Patch:
         self.replaced.append(said)
 
     def undo(self) -> None:
-        """Put back what is still as we left it, and take our modules out of sys.modules."""
+        """Put back what is still as we left it, take our modules out of sys.modules, and let models that were imported meanwhile, and so
+        bound our functions themselves, bind anew."""
         for owner, name, before, now in reversed(self.changes):
             if vars(owner).get(name) is now:
                 setattr(owner, name, before)
         self.installation.undo()
+        for module, name, binding in list(_left_over()):
+            setattr(module, name, _bind(binding))
         self.changes, self.replaced, self.not_apart = [], [], []
 
     def __enter__(self) -> Patch:
@@ -84,7 +88,7 @@ def patch_transformers(*, replace: bool = False) -> Patch:
     """
     patch = Patch(install_as_fla(replace=replace))
     made: dict[int, Callable[..., Any]] = {}
-    for module in [m for n, m in list(sys.modules.items()) if n.startswith(MODELS) and isinstance(m, ModuleType)]:
+    for module in _imported():
         for name, binding, ours in list(_bound(module)):
             current = vars(module)[name]
             if id(current) not in made:
@@ -105,6 +109,29 @@ def patch_transformers(*, replace: bool = False) -> Patch:
                 elif not hasattr(cls.forward, "__chunkwise_documents__"):
                     patch.change(cls, "forward", _documents(cls.forward), f"{name}: {said}")
     return patch
+
+
+def _imported() -> list[ModuleType]:
+    """transformers' models."""
+    return [m for n, m in list(sys.modules.items()) if n.startswith(MODELS) and isinstance(m, ModuleType)]
+
+
+def _left_over() -> Iterator[tuple[ModuleType, str, dict[str, Any]]]:
+    """(module, name in it, its binding) of what transformers' decorator has bound to functions of ours that no import finds any more."""
+    for module in _imported():
+        for name, value in list(vars(module).items()):
+            inner = None if hasattr(value, "__chunkwise_binding__") else _binding(value)
+            if inner is not None and not is_ours(sys.modules.get(inner["package"])):
+                home = getattr(inner["implementation"], "__globals__", {}).get("__name__", "")
+                if home.startswith(f"{PACKAGE}."):
+                    yield module, name, inner
+
+
+def _bind(binding: dict[str, Any]) -> Callable[..., Any]:
+    """What transformers' decorator makes of a function now."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    return use_kernel_func_from_hub_with_fallback(binding["func_name"], binding["package"])(binding["torch_function"])
 
 
 def _handed(binding: dict[str, Any]) -> Callable[..., Any]:
