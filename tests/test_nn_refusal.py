@@ -26,6 +26,8 @@ LAYERS = {
     "no slots of gsa": ("gsa", dict(num_slots=0), "gsa: num_slots must be at least 1, got 0"),
     "no reflections": ("gated_delta_product", dict(num_householder=0), "gated_delta_product: num_householder must be at least 1, got 0"),
     "a bound that grows": ("kda", dict(lower_bound=1.0), "kda: lower_bound must be negative, got 1.0"),
+    "a gate that divides by nothing": ("gla", dict(gate_logit_normalizer=0.0), "gla: gate_logit_normalizer must be positive, got 0.0"),
+    "keys without end": ("gla", dict(expand_k=float("inf")), "expand_k = inf of 24 must be a positive multiple of the 2 heads, got inf"),
     "a layer too many": ("lightning_attn", dict(layer_idx=2, num_layers=2), "layer_idx must be in 0 .. num_layers - 1 = 1, got 2"),
     "no state": ("mamba2", dict(state_size=0), "mamba2: state_size must be at least 1, got 0"),
     "groups that do not divide": ("mamba2", dict(num_groups=3), "mamba2: num_groups must divide num_heads = 2, got 3"),

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import math
 import warnings
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from functools import cache
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig
@@ -18,6 +24,7 @@ SHAPE = frozenset({"head_dim", "num_kv_heads", "rope_theta"})
 ATTENTION = {"full_attention": SHAPE, "sliding_attention": SHAPE | {"sliding_window"}}  # softmax attention, and the fields it uses
 NORMS = ("rms", "layer")
 MLPS = ("gated", "channel_mix", "gated_channel_mix", "none")
+NEVER_BELOW_ZERO = ("norm_eps", "mixer_norm_eps", "initializer_range")
 NONE = "none"  # no mixer at all: what the rest of the model can do alone
 
 
@@ -48,7 +55,8 @@ class ChunkwiseConfig(PretrainedConfig):
 
     Raises:
         TypeError: an unknown key, with the nearest known one; a value of the wrong type. Unknown keys of a *loaded* file only warn.
-        ValueError: an unknown mixer, mode or activation, layers that contradict each other, a field that no layer uses.
+        ValueError: a number out of all range, an unknown mixer, mode or activation, layers that contradict each other, a field that no
+            layer uses.
     """
 
     model_type: ClassVar[str] = "chunkwise"
@@ -114,6 +122,7 @@ class ChunkwiseConfig(PretrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_values()
         unknown = sorted(kwargs.keys() - _known_to_transformers())
         if unknown:
             near = difflib.get_close_matches(unknown[0], [f.name for f in dataclasses.fields(self)], 1)
@@ -140,6 +149,14 @@ class ChunkwiseConfig(PretrainedConfig):
             warnings.warn(f"ChunkwiseConfig: unknown keys in the loaded configuration are ignored: {', '.join(unknown)}", stacklevel=2)
         return super().from_dict({k: v for k, v in config_dict.items() if k in known}, **kwargs)
 
+    def _check_values(self) -> None:
+        """Refuse values of the wrong type or out of all range; what a member asks of its own fields is on its page."""
+        for name, kind in _kinds().items():
+            _check_value(name, getattr(self, name), kind)
+        for name, x in (self.attention or {}).items():
+            if name in _kinds():
+                _check_value(name, x, _kinds()[name])
+
     def mixer_options(self, name: str) -> dict[str, Any]:
         """The keyword arguments of the mixer `name`: the fields that it takes, where they are given."""
         own = {"mode": self.mode, "norm_eps": self.norm_eps if self.mixer_norm_eps is None else self.mixer_norm_eps}
@@ -153,9 +170,7 @@ class ChunkwiseConfig(PretrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Refuse layers that contradict each other and fields that no layer uses. Called by transformers and by the model."""
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"ChunkwiseConfig: {field} must be at least 1, got {getattr(self, field)}")
+        self._check_values()
         types = self.layer_types or []
         known = [*all_mixers(), *ATTENTION, NONE]
         for name in {*types, self.mixer}:
@@ -185,6 +200,46 @@ class ChunkwiseConfig(PretrainedConfig):
         for field in _optional_fields():
             if getattr(self, field) is not None and field not in taken:
                 raise ValueError(f"ChunkwiseConfig: no layer of {sorted(set(types))} uses {field}, got {getattr(self, field)!r}")
+
+
+@cache
+def _kinds() -> Mapping[str, Any]:
+    """The type of every field of ours."""
+    known = {f.name for f in dataclasses.fields(ChunkwiseConfig)}
+    return {n: t for n, t in inspect.get_annotations(ChunkwiseConfig, eval_str=True).items() if n in known}
+
+
+def _check_value(name: str, x: Any, kind: Any) -> None:
+    """Raises TypeError where x is not of the field's type, ValueError where a count, a rate or a constant of it cannot be such a number."""
+    if not _is(x, kind):
+        shown = kind.__name__ if isinstance(kind, type) else kind
+        raise TypeError(f"ChunkwiseConfig: {name} must be {shown}, got {x!r}")
+    if not isinstance(x, Real) or isinstance(x, bool) or name.endswith("token_id"):
+        return
+    if not math.isfinite(x):
+        raise ValueError(f"ChunkwiseConfig: {name} must be finite, got {x}")
+    if int in _alternatives(kind) and float not in _alternatives(kind) and x < 1:
+        raise ValueError(f"ChunkwiseConfig: {name} must be at least 1, got {x}")
+    if name in NEVER_BELOW_ZERO and x < 0:
+        raise ValueError(f"ChunkwiseConfig: {name} must be at least 0, got {x}")
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """(int, None) of `int | None`, (int,) of `int`."""
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def _is(x: Any, kind: Any) -> bool:
+    """Whether x is of a field's type; whole numbers are numbers too, booleans are not."""
+    for k in _alternatives(kind):
+        plain = get_origin(k) or k
+        if plain is list and isinstance(x, (list, tuple)):
+            return all(_is(y, get_args(k)[0]) for y in x)
+        if plain in (int, float) and isinstance(x, Integral if plain is int else Real) and not isinstance(x, bool):
+            return True
+        if plain not in (int, float, list) and isinstance(x, plain):
+            return True
+    return False
 
 
 def fields_of(mixer: type[Mixer]) -> set[str]:

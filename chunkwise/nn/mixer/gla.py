@@ -30,6 +30,8 @@ class GatedLinearAttention(HeadMixer):
         **options: Unpack[MixerOptions],
     ):
         super().__init__(hidden_size, num_heads, **options)
+        if not gate_logit_normalizer > 0:
+            raise ValueError(f"gla: gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
         self.gate_logit_normalizer = gate_logit_normalizer
         channels = self.num_v_heads * self.head_k_dim
         self.gk_proj = nn.Sequential(Linear(hidden_size, gate_low_rank_dim, bias=False), Linear(gate_low_rank_dim, channels))

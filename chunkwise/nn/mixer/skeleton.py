@@ -194,7 +194,7 @@ def mamba_gate_values(heads: int, channels: int, device: torch.device) -> dict[s
 
 def per_head(name: str, expand: float, width: int, heads: int) -> int:
     """expand * width / heads, which must be a whole number."""
-    total = round(width * expand)
+    total = round(width * expand) if math.isfinite(expand) else 0
     if total < 1 or total % heads or abs(total - width * expand) > 1e-6:
         raise ValueError(f"{name} = {expand} of {width} must be a positive multiple of the {heads} heads, got {width * expand:g}")
     return total // heads
