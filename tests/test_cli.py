@@ -15,33 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_case import TEXT, TINY, call, tale, trained
 
-from chunkwise.cli import main
 from chunkwise.cli.recipe import Recipe
-
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness.\n" * 40
-TINY = "--layers 1 --width 16 --heads 2 --batch 2 --context 32".split()
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return end.value.code or 0
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "tale.txt"
-    path.write_text(TEXT)
-    return path
+    return tale(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory) -> Path:
     """A finished run, with byte-pair encoding."""
-    out = tmp_path_factory.mktemp("run") / "bpe"
-    assert call("train", text, "--out", out, *TINY, "--steps", 40, "--lr", 0.01, "--tokenizer", "bpe", "--vocab", 300) == 0
-    return out
+    return trained(text, tmp_path_factory.mktemp("run") / "bpe", "--steps", 40, "--lr", 0.01, "--tokenizer", "bpe", "--vocab", 300)
 
 
 def result(out: Path) -> dict:
@@ -103,6 +90,17 @@ def test_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path, cap
             file.unlink()
     assert call("train", "--out", tmp_path / "killed", "--resume") == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_run_inside_the_folder_of_its_texts_reads_nothing_of_itself(text, tmp_path, capsys):
+    (tmp_path / "tale.txt").write_text(TEXT)
+    out = tmp_path / "runs" / "inside"
+    assert call("train", tmp_path, "--out", out, *TINY, "--steps", 10) == 0
+    (out / "result.json").unlink()
+    assert call("train", "--out", out, "--resume") == 0
+    capsys.readouterr()
+    assert call("train", text, "--out", tmp_path / "alone", *TINY, "--steps", 10) == 0
+    assert losses(out) == losses(tmp_path / "alone")
 
 
 def test_run_is_reproducible_and_the_seed_changes_it(text, tmp_path):
@@ -269,85 +267,6 @@ def test_listings_name_every_member(capsys):
 def test_help_is_no_error(capsys):
     assert call("train", "--help") == 0
     assert "--mixer" in capsys.readouterr().out
-
-
-REFUSALS = {
-    "no text": ("train --out {new}", "give at least one text"),
-    "missing file": ("train {tmp}/nowhere.txt --out {new}", "nowhere.txt: no such file"),
-    "empty file": ("train {tmp}/empty.txt --out {new}", "no text in"),
-    "empty folder": ("train {tmp}/void --out {new}", "no text in"),
-    "binary file": ("train {tmp}/binary --out {new}", "not UTF-8"),
-    "short text": ("train {tmp}/short.txt --out {new}", "too short"),
-    "unknown option": ("train {text} --out {new} --colour red", "--colour"),
-    "option without a number": ("train {text} --out {new} --steps many", "--steps"),
-    "unknown mixer": ("train {text} --out {new} --mixer abacus", "abacus"),
-    "no layers": ("train {text} --out {new} --layers 0", "--layers must be at least 1, got 0"),
-    "heads that do not divide": ("train {text} --out {new} --width 30 --heads 4", "--width must be a multiple of --heads"),
-    "no steps": ("train {text} --out {new} --steps 0", "--steps must be at least 1, got 0"),
-    "minutes below zero": ("train {text} --out {new} --minutes -1", "--minutes must be a positive number"),
-    "learning rate zero": ("train {text} --out {new} --lr 0", "--lr must be a positive number"),
-    "learning rate not a number": ("train {text} --out {new} --lr nan", "--lr must be a positive number"),
-    "unknown schedule": ("train {text} --out {new} --schedule moon", "--schedule must be one of cosine, wsd"),
-    "unknown dtype": ("train {text} --out {new} --dtype int8", "--dtype must be one of"),
-    "float16 on a CPU": ("train {text} --out {new} --dtype float16 --device cpu", "--dtype float16 needs a GPU"),
-    "unknown device": ("train {text} --out {new} --device tpu", "--device must be auto, cpu or cuda"),
-    "threads below zero": ("train {text} --out {new} --threads -1", "--threads must be between 0 and 1024, got -1"),
-    "unknown tokenizer": ("train {text} --out {new} --tokenizer word", "--tokenizer must be one of byte, bpe"),
-    "vocabulary for bytes": ("train {text} --out {new} --vocab 500", "--vocab is for --tokenizer bpe"),
-    "vocabulary too small": ("train {text} --out {new} --tokenizer bpe --vocab 256", "more than 256, got 256"),
-    "context of one": ("train {text} --out {new} --context 1", "--context must be at least 2"),
-    "folder in use": ("train {text} --out {full}", "not empty: continue its run with --resume, replace it with --force"),
-    "folder that is a file": ("train {text} --out {text}", "is a file"),
-    "force over what is no run": ("train {text} --out {full} --force", "--force replaces only runs"),
-    "resume and force": ("train {text} --out {run} --resume --force", "not both"),
-    "resume of nothing": ("train {text} --out {new} --resume", "no run to resume"),
-    "resume of a finished run": ("train --out {run} --resume", "finished"),
-    "more pairs than keys": ("eval recall --out {new} --size pairs=9 --size keys=8", "pairs must be between 1 and keys = 8, got 9"),
-    "sequence too short": ("eval recall --out {new} --size pairs=8 --size length=20", "length must be at least 3 * pairs + 1 = 25"),
-    "mixer that is no mixer": ("eval parity --out {new} --mixer gla:expand_k", "--mixer must be NAME or NAME:FIELD=VALUE"),
-    "mixer with another's field": ("eval parity --out {new} --mixer gla:lower_bound=-5", "no layer of ['gla'] uses lower_bound"),
-    "mixer with its own width": ("train {text} --out {new} --mixer gla:hidden_size=8", "--mixer cannot set hidden_size"),
-    "unknown task": ("eval chess --out {new}", "TASK must be one of copying, parity, permutation, recall, got chess"),
-    "unknown size": ("eval parity --out {new} --size pairs=3", "with a name among length, got pairs=3"),
-    "second member unknown": ("eval parity --out {new} --mixer gla --mixer mamba7", "mixer and layer_types must be among"),
-    "eval resumed and forced": ("eval parity --out {new} --resume --force", "not both"),
-    "context longer than the text": ("perplexity {run} {text} --context 99999", "fewer than --context 99999"),
-    "perplexity of no model": ("perplexity {full} {text}", "holds no model"),
-    "missing model": ("generate {tmp}/nowhere", "nowhere: no such folder"),
-    "folder without a model": ("generate {full}", "holds no model"),
-    "damaged model": ("generate {tmp}/damaged", "header"),
-    "folder below a file": ("train {text} --out {text}/below", "Not a directory"),
-    "empty prompt": ("generate {run} --prompt {nothing}", "--prompt is empty"),
-    "temperature below zero": ("generate {run} --temperature -1", "--temperature must be"),
-    "top-p of zero": ("generate {run} --top-p 0", "--top-p must be"),
-    "no new tokens": ("generate {run} --max-new-tokens 0", "--max-new-tokens must be at least 1"),
-    "unknown command": ("paint", "paint"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refusal_is_one_line_and_code_two_and_writes_nothing(case, text, run, tmp_path, capsys):
-    command, message = REFUSALS[case]
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "short.txt").write_text("brief")
-    (tmp_path / "binary").write_bytes(b"\0\1\2")
-    (tmp_path / "void").mkdir()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "letter.txt").write_text("keep me")
-    (tmp_path / "damaged").mkdir()
-    for name in "config.json", "tokenizer.json", "tokenizer_config.json":
-        (tmp_path / "damaged" / name).write_bytes((run / name).read_bytes())
-    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"half a mod")
-    before = sorted((p, p.stat().st_mtime_ns) for root in (tmp_path, run) for p in root.rglob("*"))
-    places = {"{tmp}": tmp_path, "{new}": tmp_path / "new", "{full}": tmp_path / "full", "{run}": run, "{text}": text, "{nothing}": ""}
-    words = command.split()
-    for mark, place in places.items():
-        words = [w.replace(mark, str(place)) for w in words]
-    assert call(*words) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith("chunkwise: ") and message in captured.err
-    assert captured.out == ""
-    assert sorted((p, p.stat().st_mtime_ns) for root in (tmp_path, run) for p in root.rglob("*")) == before
 
 
 def test_resumed_run_refuses_options_and_texts_that_differ(text, tmp_path, capsys):

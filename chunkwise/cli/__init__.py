@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from chunkwise.extra import advice
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. A refusal is one line on stderr and exit code 2, with nothing written."""
@@ -13,6 +15,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in ("typer", "rich"):
             raise
-        print(f"chunkwise: the command line needs {missing.name}: pip install 'chunkwise[train]'", file=sys.stderr)
+        print(f"chunkwise: {advice('the command line', missing.name, 'train')}", file=sys.stderr)
         sys.exit(2)
     sys.exit(run(arguments))

@@ -16,7 +16,7 @@ from .generate import generate
 from .ops import ops
 from .perplexity import perplexity
 from .precompile import precompile
-from .refusal import Refusal
+from .refusal import Failure, Refusal, short_of_memory
 from .train import train
 from .tune import tune
 
@@ -45,6 +45,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(str(refusal), refusal.code)
     except (typer.Abort, KeyboardInterrupt):
         return _say("interrupted", 130)
+    except (MemoryError, RuntimeError) as error:
+        if not short_of_memory(error):
+            raise
+        return _say(f"out of memory: {error}", Failure.code)
     return code if isinstance(code, int) else 0
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .refusal import Failure, Refusal, refusing
+from .recipe import choose_threads
+from .refusal import Failure, Refusal, make_folder, refusing
 
 if TYPE_CHECKING:
     from chunkwise.bench.case import Case
@@ -22,7 +23,7 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Members (see chunkwise ops); none: those of q, k, v, g and beta alone.")] = None,
     form: Annotated[str, typer.Option(help="auto, chunk, fused_chunk, recurrent or parallel.")] = "auto",
     module: Annotated[
-        list[str] | None, typer.Option(help="Instead of members: a module of chunkwise.nn by its name, again for more; all.")
+        list[str] | None, typer.Option(help="Instead of members: parts of chunkwise.nn, as conv or loss, again for more; all.")
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -51,7 +52,6 @@ def bench(
     into: Annotated[list[Path] | None, typer.Option(help="With --table: files that hold tables; else README.md and three in docs.")] = None,
 ) -> None:
     """Prove members against float64, then time them in turn with other libraries. A wrong row has no speed."""
-    import torch
 
     from chunkwise.bench.case import case, plain, shapes
     from chunkwise.bench.measure import OURS, Bench, frozen, select
@@ -76,12 +76,11 @@ def bench(
     where = _device(device)
     if first_call and pool:
         raise Refusal("--first-call takes no --pool")
-    if threads < 0 or repeat < 0 or warm_seconds < 0:
-        raise Refusal("--threads, --repeat and --warm-seconds must be at least 0")
+    if repeat < 0 or not warm_seconds >= 0:
+        raise Refusal(f"--repeat and --warm-seconds must be at least 0, got {repeat} and {warm_seconds}")
     if shortlist is not None and not (turns and shortlist.is_dir()):
         raise Refusal(f"--shortlist wants --turns and a folder, got {shortlist}")
-    if threads:
-        torch.set_num_threads(threads)
+    choose_threads(threads)
     dtype = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     passes = ["forward", "forward+backward"] if backward else ["forward"]
     if module:
@@ -92,6 +91,7 @@ def bench(
         names = ops or [n for n, op in all_ops().items() if plain(op)]
         cases = [case(n, form, s, dtype, gates, pool) for n in names for s in shapes(shape or ["S1"])]
         peers = select(peer or ["none"])
+    _places(out, turns)
     if first_call:
         from chunkwise.bench.first import first_calls
 
@@ -157,6 +157,7 @@ def _modules(
         asked = [sizes(s, where) for s in shapes]
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    _places(out, turns)
     done: list[dict[str, Any]] = []
     failed: list[str] = []
     for name in chosen:
@@ -175,6 +176,16 @@ def _modules(
     failed += [f"{r['case']['op']}, {r['case']['shape']}, {r['pass']}" for r in done if r["who"] == OURS and r["wrong"]]
     if failed:
         raise Failure(f"wrong or failed: {'; '.join(failed)}")
+
+
+def _places(out: Path | None, turns: Path | None) -> None:
+    """Refused now, not when all is measured."""
+    if out is not None:
+        make_folder(out, "--out")
+    if turns is not None:
+        make_folder(turns.parent, "--turns: the folder")
+        if turns.is_dir():
+            raise Refusal(f"--turns must be a file, {turns} is a folder")
 
 
 def _device(name: str) -> Any:

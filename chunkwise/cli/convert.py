@@ -16,7 +16,7 @@ def convert(
     to: Annotated[str, typer.Option(help="chunkwise, or the model_type to write: gla, gated_deltanet, qwen3_5_text, ...")] = "chunkwise",
 ) -> None:
     """Read a checkpoint of flash-linear-attention or transformers into a chunkwise model, or write one in their layout."""
-    need("transformers", "models")
+    need("models")
     from safetensors import SafetensorError
     from transformers.utils import logging
 

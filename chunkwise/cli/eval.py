@@ -31,7 +31,7 @@ def evaluate(
     capture: option.Capture = True,
 ) -> None:
     """Train each member on a synthetic task, report the share of answers that are right there and on harder ones, and plot it."""
-    need("transformers", "train")
+    need("train")
     from transformers.utils import logging
 
     from chunkwise.data.task import all_tasks

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import option
-from .recipe import choose_device, choose_threads
+from .recipe import check_size, choose_device, choose_threads
 from .refusal import Refusal, need, refusing
 
 PIECE = 4096  # tokens of a long prompt read at a time, so that reading it takes no more memory than that
@@ -26,8 +26,9 @@ def generate(
     threads: option.Threads = 0,
 ) -> None:
     """Continue a prompt. The model's state has the same size after a million tokens as after one."""
-    need("transformers", "models")
+    need("train")
     _check(model, prompt, max_new_tokens, temperature, top_p)
+    check_size("seed", seed)
     device = choose_device(device)
     choose_threads(threads)
     import torch
@@ -85,8 +86,9 @@ def _check(model: Path, prompt: str, max_new_tokens: int, temperature: float, to
         raise Refusal("--prompt is empty; a model needs at least one token to begin from")
     if max_new_tokens < 1:
         raise Refusal(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= temperature < float("inf"):
-        raise Refusal(f"--temperature must be 0 or a positive number, got {temperature}")
+    least = sys.float_info.epsilon  # scores are float32 and divided by it: they must not leave its range
+    if temperature and not least <= temperature < float("inf"):
+        raise Refusal(f"--temperature must be 0 or a positive number, of at least {least:.0e}, got {temperature}")
     if not 0 < top_p <= 1:
         raise Refusal(f"--top-p must be above 0 and at most 1, got {top_p}")
     check_model(model)

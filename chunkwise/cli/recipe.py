@@ -12,6 +12,7 @@ from .refusal import Refusal, refusing
 DEFAULT_STEPS = 1000
 SCHEDULES = ("cosine", "wsd")
 DTYPES = ("float32", "bfloat16", "float16")
+MOST = 2**31 - 1  # of a count: a product of two is still a whole number to PyTorch
 DECAY_FROM = 0.8  # wsd: the learning rate is constant up to this share of the budget
 
 
@@ -45,15 +46,14 @@ class Recipe:
         """Refuse values that no run can have, each by the name of its option."""
         for name in "layers", "width", "heads", "batch", "steps", "save_every":
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Refusal(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            if value is not None and not 1 <= value <= MOST:
+                raise Refusal(f"--{name.replace('_', '-')} must be at least 1{'' if value < 1 else f' and at most {MOST}'}, got {value}")
         for name in "lr", "minutes":
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise Refusal(f"--{name} must be a positive number, got {value}")
         for name in "warmup", "weight_decay", "seed":
-            if not 0 <= getattr(self, name) < 2**32:
-                raise Refusal(f"--{name.replace('_', '-')} must not be negative or huge, got {getattr(self, name)}")
+            check_size(name, getattr(self, name))
         for name, allowed in ("schedule", SCHEDULES), ("dtype", DTYPES):
             if getattr(self, name) not in allowed:
                 raise Refusal(f"--{name} must be one of {', '.join(allowed)}, got {getattr(self, name)}")
@@ -69,6 +69,11 @@ class Recipe:
         if self.schedule == "cosine":
             return start * 0.5 * (1 + math.cos(math.pi * share))
         return start * min(1.0, (1 - share) / (1 - DECAY_FROM))
+
+
+def check_size(name: str, value: float) -> None:
+    if not 0 <= value < 2**32:
+        raise Refusal(f"--{name.replace('_', '-')} must not be negative or huge, got {value}")
 
 
 def choose_device(device: str) -> str:
@@ -103,7 +108,7 @@ def parse_mixer(text: str) -> tuple[str, dict[str, Any]]:
             raise Refusal(f"--mixer must be NAME or NAME:FIELD=VALUE,..., got {text}")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or more digits than Python reads
             options[key] = value
     return name, options
 
@@ -117,9 +122,10 @@ def build_model(recipe: Recipe, vocab: int) -> Any:
 
     mixer, options = parse_mixer(recipe.mixer)
     own = dict(mixer=mixer, hidden_size=recipe.width, num_hidden_layers=recipe.layers, num_heads=recipe.heads, vocab_size=vocab)
+    own |= dict(bos_token_id=None, eos_token_id=None)
     if taken := sorted(own.keys() & options.keys()):
-        raise Refusal(f"--mixer cannot set {taken[0]}, which has an option of its own")
-    with refusing(ValueError, TypeError, StrictDataclassError):
-        config = ChunkwiseConfig(**{**own, **options}, bos_token_id=None, eos_token_id=None)
+        raise Refusal(f"--mixer cannot set {taken[0]}, which the command's other options decide")
+    with refusing(ValueError, TypeError, OverflowError, StrictDataclassError):
+        config = ChunkwiseConfig(**own, **options)
         torch.manual_seed(recipe.seed)
         return ChunkwiseForCausalLM(config)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from chunkwise.extra import advice, missing
 
 
 class Refusal(Exception):
@@ -28,9 +32,22 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
         raise Refusal(str(wrapped or error)) from error
 
 
-def need(module: str, extra: str) -> None:
-    """Refuse where an optional dependency is not installed."""
-    import importlib.util
+def need(extra: str) -> None:
+    """Refuse where something that this extra brings is not installed."""
+    if module := missing(extra):
+        raise Refusal(advice("this command", module, extra))
 
-    if importlib.util.find_spec(module) is None:
-        raise Refusal(f"this command needs {module}: pip install 'chunkwise[{extra}]'")
+
+def short_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; PyTorch says so on a CPU by a RuntimeError alone."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+def make_folder(path: Path, option: str) -> None:
+    """Refuse, before work starts, a folder that cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(f"{option} {path} is no folder and cannot be made one: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise Refusal(f"{option} {path} cannot be written to")

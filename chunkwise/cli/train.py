@@ -10,7 +10,7 @@ import typer
 
 from . import option
 from .folder import Folder
-from .recipe import Recipe, build_model, choose_device, choose_threads
+from .recipe import MOST, Recipe, build_model, choose_device, choose_threads
 from .refusal import Refusal, need, refusing
 
 TOKENIZERS = ("byte", "bpe")
@@ -32,7 +32,7 @@ def train(
     force: option.Force = False,
 ) -> None:
     """Train a language model on text and save it where AutoModelForCausalLM finds it."""
-    need("transformers", "train")
+    need("train")
     data = {"texts": [str(t.absolute()) for t in texts or []], "context": context, "tokenizer": tokenizer, "vocab": vocab}
     wanted = Recipe(mixer=mixer, task=data, **run)
     folder = Folder(out)
@@ -41,7 +41,7 @@ def train(
     from chunkwise.data.text import fingerprint, read_texts
 
     with refusing(ValueError, OSError):
-        found = read_texts([Path(t) for t in recipe.task["texts"]])
+        found = read_texts([Path(t) for t in recipe.task["texts"]], but=out)
     digest = fingerprint(found)
     if resume and recipe.task["sha256"] != digest:
         raise Refusal("the text has changed since the run began; it cannot be resumed")
@@ -61,6 +61,8 @@ def _check_text(task: dict[str, Any]) -> None:
         raise Refusal(f"--context must be at least 2, got {task['context']}")
     if task["vocab"] is not None and (task["tokenizer"] != "bpe" or task["vocab"] <= 256):
         raise Refusal(f"--vocab is for --tokenizer bpe and more than 256, got {task['vocab']} for {task['tokenizer']}")
+    if task["vocab"] is not None and task["vocab"] > MOST:
+        raise Refusal(f"--vocab must be at most {MOST}, got {task['vocab']}")
 
 
 def _run(recipe: Recipe, texts: list[str], folder: Folder, device: str, capture: bool, resume: bool) -> None:

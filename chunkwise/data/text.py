@@ -19,8 +19,10 @@ from .tokenizer import encode, token_bytes
 HELD_OUT = 0.05  # the last part of every file is for validation
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
+def read_texts(paths: Sequence[Path], but: Path | None = None) -> list[str]:
     """The text of the files, folders taken whole (hidden files and files that are not UTF-8 text are passed over), sorted by path.
+
+    but: a folder that is passed over where it lies in another of them, as that of a run, which grows from one reading to the next.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a named file that is not UTF-8 text and where no text is left.
     """
@@ -28,7 +30,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not any(x.startswith(".") for x in p.relative_to(path).parts))
-            texts += [t for t in map(_decode, inside) if t]
+            apart = None if but is None or but.resolve() == path.resolve() else but.resolve()
+            texts += [t for t in (_decode(p) for p in inside if apart not in p.resolve().parents) if t]
         elif path.is_file():
             text = _decode(path)
             if text is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from chunkwise.extra import extra
 
-from .cache import MixerCacheLayer, register_cache_layers
-from .configuration import ChunkwiseConfig
-from .modeling import ChunkwiseForCausalLM, ChunkwiseModel, ChunkwisePreTrainedModel
+with extra("models", __name__):
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from .cache import MixerCacheLayer, register_cache_layers
+    from .configuration import ChunkwiseConfig
+    from .modeling import ChunkwiseForCausalLM, ChunkwiseModel, ChunkwisePreTrainedModel
 
 register_cache_layers()
 AutoConfig.register(ChunkwiseConfig.model_type, ChunkwiseConfig, exist_ok=True)

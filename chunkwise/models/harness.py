@@ -7,11 +7,14 @@ is the harness's own command line with the name known. `--model hf` works too, o
 
 from __future__ import annotations
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+from chunkwise.extra import extra
 
 from . import ChunkwiseConfig  # noqa: F401  # registers the model with the Auto classes
+
+with extra("eval", "chunkwise.models.harness"):
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
 
 
 @register_model("chunkwise")
