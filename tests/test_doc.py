@@ -31,6 +31,26 @@ def test_tests_named_in_the_documents_exist(document):
     assert not named - TESTS - files
 
 
+def elsewhere():
+    """{test: where alone it runs}, of those that are passed over by default."""
+    found = {}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        text = file.read_text()
+        whole = re.findall(r"^pytestmark = pytest\.mark\.(\w+)", text, re.M)
+        for marks, name in re.findall(r"^((?:@[^\n]*\n|[ )][^\n]*\n)*)def (test_\w+)", text, re.M):
+            kinds = {*whole, *re.findall(r"^@(?:pytest\.mark\.)?(\w+)", marks, re.M)}
+            where = "on a GPU" if kinds & {"gpu", "on_gpu"} else "builds" if "compile" in kinds else ""
+            found.setdefault(name, set()).add(where)
+    return {name: where.pop() for name, where in found.items() if len(where) == 1 and "" not in where}
+
+
+def test_cases_say_which_tests_are_passed_over_here():
+    text = (ROOT / "docs" / "cases.md").read_text()
+    said = {name: where or "" for name, where in re.findall(r"`(test_\w+)`(?: \((on a GPU|builds)[,)])?", text)}
+    assert {n: w for n, w in said.items() if w} == {n: w for n, w in elsewhere().items() if n in said}
+    assert len(set(said.values())) == 3
+
+
 def test_every_case_has_its_test_or_a_reason():
     rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "cases.md").read_text().splitlines() if re.match(r"\| [A-Z]\d\d", line)]
     seen = [entry for row in rows for entry in re.findall(r"[A-Z]\d\d", row[0])]
