@@ -1,6 +1,7 @@
 """Every layer against a plain re-statement of its paper: one sequence, token by token, in PyTorch."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -343,7 +344,9 @@ def plain_rwkv7(layer, p, x):
 
 
 def restate(layer, x):
-    return torch.stack([globals()[f"plain_{layer.op}"](layer, dict(layer.named_parameters()), row) for row in x])
+    if (plain := globals().get(f"plain_{layer.op}")) is None:
+        raise NotImplementedError(f"write plain_{layer.op}(layer, p, x) in {Path(__file__).name}: the layer as its paper has it")
+    return torch.stack([plain(layer, dict(layer.named_parameters()), row) for row in x])
 
 
 SHAPES = {
