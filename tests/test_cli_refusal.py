@@ -140,6 +140,16 @@ def test_a_run_that_outgrows_the_memory_says_so(error, text, tmp_path, capsys, m
     assert (code, said.startswith("chunkwise: out of memory: ")) == ((2, False) if isinstance(error, OverflowError) else (1, True))
 
 
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, EOFError])
+def test_a_user_who_interrupts_is_told_so(signal, run, capsys, monkeypatch):
+    def stop(device):
+        raise signal
+
+    monkeypatch.setattr(importlib.import_module("chunkwise.cli.generate"), "choose_device", stop)
+    assert call("generate", run) == 130
+    assert capsys.readouterr().err.split("\n")[-2:] == ["chunkwise: interrupted", ""]
+
+
 @pytest.mark.parametrize("lacking", ["transformers", "accelerate", "tensorboard", "matplotlib"])
 @pytest.mark.parametrize("command", ["train {text}", "eval parity", "generate {run}", "perplexity {run} {text}", "convert {run} {new}"])
 def test_a_command_names_what_is_not_installed_and_where_it_comes_from(command, lacking, text, run, tmp_path, capsys, monkeypatch):

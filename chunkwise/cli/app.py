@@ -31,6 +31,7 @@ for command in (train, generate, convert, perplexity, bench, tune, precompile, o
     app.command()(command)
 app.command("eval")(evaluate)
 
+INTERRUPTED = 130
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]  # what typer raises for every misuse
 
 
@@ -44,11 +45,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         return _say(str(refusal), refusal.code)
     except (typer.Abort, KeyboardInterrupt):
-        return _say("interrupted", 130)
+        return _say("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
         if not short_of_memory(error):
             raise
         return _say(f"out of memory: {error}", Failure.code)
+    if code == INTERRUPTED:  # typer has taken the KeyboardInterrupt for an exit
+        return _say("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
