@@ -124,6 +124,25 @@ def test_no_tokens_leave_the_pool_alone(call):
     assert list(o.shape) == [N, 0, 4, 6] and torch.equal(pool.nan_to_num(), drawn(BASIC)[1].nan_to_num())
 
 
+def test_a_prompt_without_tokens_begins_a_sequence_all_the_same():
+    x, pool = drawn(BASIC)
+    before = pool.clone()
+    fresh = torch.arange(N) % 2 == 0
+    prefill(BASIC, {n: t[:, :0] for n, t in x.items()}, pool, LANES, fresh=fresh)
+    begun = LANES[fresh & (LANES >= 0)]
+    assert len(begun) and (pool[begun] == 0).all() and (before[begun] != 0).any()
+    before[begun] = 0
+    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+
+
+def test_no_prompts_have_no_snapshots():
+    x, pool = drawn(BASIC)
+    before, none = pool.clone(), torch.empty(0, dtype=torch.int64)
+    into = none.expand(4, 0).T  # [0, 4]
+    prefill(BASIC, {n: t[:0, :1].expand(-1, 9, *t.shape[2:]) for n, t in x.items()}, pool, none, every=2, into=into)
+    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+
+
 def test_a_member_without_queries_takes_no_projection():
     op = next(op for op in OPS if not {"q", "k", "v"} <= op.args.keys())
     with pytest.raises(ValueError, match=f"decode {op.name}: takes no qkv: its inputs are {', '.join(op.args)}"):

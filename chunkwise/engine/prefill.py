@@ -53,7 +53,7 @@ def prefill(
     check(who, op, inputs, pool, sizes, w)
     _check_fresh(who, pool, w, fresh)
     _check_snapshots(who, pool, w, into, every, T)
-    if T == 0:
+    if T == 0 and fresh is None:
         return query.new_empty(B, T, sizes.get("HV", sizes.get("H", 1)), sizes["V"])
     with torch.no_grad():
         slots, axes = w.slots(pool), (-1, 1, 1, 1)
@@ -66,7 +66,8 @@ def prefill(
             out, ST = op(inputs, output_final_state=True, **options)
         else:
             out, ST, met = snapshots(op, inputs, every=every, **options)
-            after = torch.cat((met.unflatten(0, (N, -1))[:, 1:], given(ST)[:, None]), 1)[:, : T // every]  # the state before the next piece
+            before = met.unflatten(0, (N, -(-T // every)))  # each piece; the state after one is that before the next
+            after = torch.cat((before[:, 1:], given(ST)[:, None]), 1)[:, : T // every]
             store(pool, into.flatten().long(), after.flatten(0, 1))
         store(pool, slots, given(ST))
         live = slots >= 0
