@@ -11,9 +11,11 @@ import pytest
 import torch
 from nn_agreement import agree
 
+from chunkwise.compat import alias as aliases
 from chunkwise.compat import install_as_fla
 from chunkwise.compat.alias import parameters
 from chunkwise.compat.fla_op import OPS, SHORT
+from chunkwise.engine.dispatch import DIGITS
 from chunkwise.reference import reference
 from chunkwise.spec import all_ops
 
@@ -170,6 +172,7 @@ def test_gates_may_be_given_as_fla_names_them():
         ("fused_recurrent_gated_delta_rule", dict(gv=torch.zeros(1)), ValueError, "gv"),
         ("chunk_gsa", dict(g=None), ValueError, "g must be given"),
         ("chunk_abc", dict(output_final_state=True), ValueError, "output_final_state"),
+        ("chunk_precond_kda", dict(solve_tril_precision="tf16"), ValueError, "solve_tril_precision must be None or .*tf32x3.*, got 'tf16'"),
     ],
 )
 def test_what_cannot_be_met_is_refused_by_name(name, options, error, said):
@@ -194,6 +197,15 @@ def test_any_chunk_size_is_taken():
     given = drawn(alias)[2]
     assert torch.equal(call(alias, given, chunk_size=4)[0], call(alias, given)[0])
     torch.testing.assert_close(call(alias, given, chunk_size=16)[0], call(alias, given)[0])
+
+
+def test_the_precision_of_the_solve_is_the_inverse_s(monkeypatch):
+    asked, evaluate = [], aliases.evaluate
+    monkeypatch.setattr(aliases, "evaluate", lambda target, x: asked.append(x.get("inverse_precision", "auto")) or evaluate(target, x))
+    alias = named("chunk_precond_kda")
+    for way in (None, *DIGITS):
+        call(alias, drawn(alias)[2], solve_tril_precision=way)
+    assert asked == ["auto", *DIGITS]
 
 
 def test_hgrn_is_the_elementwise_scan():

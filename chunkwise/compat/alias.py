@@ -11,11 +11,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from ..engine.dispatch import CHUNKS
+from ..engine.dispatch import CHUNKS, DIGITS
 from ..spec import PREFIX, public_functions
 
 HINTS = {  # arguments that choose how fla computes, never what
-    "chunk_indices", "safe_gate", "disable_recompute", "checkpoint_level", "use_graph", "max_num_seqs", "solve_tril_precision",
+    "chunk_indices", "safe_gate", "disable_recompute", "checkpoint_level", "use_graph", "max_num_seqs",
 }  # fmt: skip
 ABSENT = {  # arguments that ask for what chunkwise has not
     "cp_context": "context parallelism",
@@ -122,6 +122,11 @@ def translate(name: str, x: dict[str, Any]) -> dict[str, Any]:
     flattened = x.pop("cu_seq_lens_q", None)  # what transformers calls the offsets
     if flattened is not None and x.get("cu_seqlens") is None:
         x["cu_seqlens"] = flattened
+    inverse = x.pop("solve_tril_precision", None)  # of the products of an inverse
+    if inverse is not None:
+        if inverse not in DIGITS:
+            raise ValueError(f"{name}: solve_tril_precision must be None or one of {', '.join(DIGITS)}, got {inverse!r}")
+        x["inverse_precision"] = inverse
     if x.get("chunk_size") not in CHUNKS:
         x.pop("chunk_size", None)
     if not x.get("use_gate_in_kernel"):
