@@ -2,11 +2,13 @@
 
 import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
+import chunkwise
 from chunkwise.compat import install_as_fla
 from chunkwise.compat.alias import parameters
 from chunkwise.compat.fla_cache import Cache
@@ -114,6 +116,37 @@ def test_linear_attention_has_flas_feature_maps():
         assert not torch.equal(means(x)[0], plain(x)[0])
     tied = LinearAttention(hidden_size=16, num_heads=2, feature_map="t2r", tie_feature_map_qk=True)
     assert tied.feature_map_q is tied.feature_map_k and {f"feature_map_{n}.layer.weight" for n in "qk"} <= tied.state_dict().keys()
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_a_class_derived_from_linear_attention_is_that_class_and_is_saved(means):
+    x = torch.randn(1, 9, 16)
+    with install_as_fla(replace=True):
+        from fla.layers import LinearAttention
+
+        class Own(LinearAttention):
+            def __init__(self, width, means):
+                super().__init__(hidden_size=width, num_heads=2, do_feature_map_norm=means)
+
+        own, layer = Own(width=16, means=means), LinearAttention(hidden_size=16, num_heads=2, do_feature_map_norm=means)
+        layer.load_state_dict(own.state_dict())
+        again = pickle.loads(pickle.dumps(layer))
+    assert type(own) is Own and type(again) is LinearAttention
+    with torch.no_grad():
+        assert torch.equal(own(x)[0], layer(x)[0]) and torch.equal(again(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_linear_attention_without_an_output_norm_hands_on_what_was_read(means):
+    x = torch.randn(1, 40, 16)
+    with install_as_fla(replace=True):
+        from fla.layers import LinearAttention
+    layer = LinearAttention(hidden_size=16, num_heads=2, feature_map="relu", output_norm="identity", do_feature_map_norm=means)
+    assert layer.state_dict().keys() == {f"{n}_proj.weight" for n in "qkvo"}
+    with torch.no_grad():
+        q, k, v = (getattr(layer, f"{n}_proj")(x).unflatten(-1, (2, 8)) for n in "qkv")
+        read, _ = chunkwise.linear_attn(q.relu(), k.relu(), v, normalize=means)
+        assert torch.equal(layer(x)[0], layer.o_proj(read.flatten(-2)))
 
 
 def test_a_ratio_decides_of_heads_and_the_first_layer_has_no_bound():

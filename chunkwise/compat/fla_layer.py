@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..nn import Depth, mixer_class
 from ..nn.feature import LEARNT
+from ..spec import Form
 from .alias import bind, parameters
 from .fla_cache import Cache
 
@@ -40,7 +41,7 @@ class LayerAlias:
     words: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # by fla's argument: its word -> ours
     options: Mapping[str, Any] = field(default_factory=dict)  # ours that are always so
     low_rank: bool = False  # takes gate_low_rank_dim
-    switch: tuple[str, str] | None = None  # fla's argument that, true, makes it a layer of another operator, and that operator
+    switch: tuple[str, str] | None = None  # fla's argument that, true, has it run another operator, and that operator
     note: str = ""  # what else differs
 
     @property
@@ -50,8 +51,6 @@ class LayerAlias:
     def arguments(self, x: dict[str, Any]) -> dict[str, Any]:
         """Our layer's keyword arguments. Raises ValueError naming what chunkwise's layer has not."""
         made: dict[str, Any] = {**self.options}
-        if self.switch:
-            x.pop(self.switch[0])
         tied = x.pop("tie_feature_map_qk", False) and x["feature_map"] in LEARNT  # as in fla, others have nothing to tie
         made |= {"tie_feature_map": True} if tied else {}
         if self.op == "hgrn2":
@@ -77,10 +76,13 @@ class LayerAlias:
         order, empty = tuple(named), inspect.Parameter.empty
         defaults = {n: d for n, d in named.items() if d is not empty}
         ours: Any = mixer_class(self.op)
+        switch, other = (self.switch[0], mixer_class(self.switch[1])) if self.switch else ("", ours)
 
         class Layer(ours):
             def __init__(self, *args: Any, **kwargs: Any):
                 given = bind(alias.name, order, defaults, args, kwargs)
+                if given.pop(switch, False):  # of the instance: who derives from fla's class, or saves one, knows that class alone
+                    self.op, self.forms = other.op, other.forms
                 index, fused = given.get("layer_idx"), given.get("fuse_norm", True) and given.get("gate_fn", "swish") == "swish"
                 x = alias.arguments(given)
                 if alias.op in ("retention", "gla") and not (fused and x.get("use_gate", True)):
@@ -88,6 +90,8 @@ class LayerAlias:
                 super().__init__(x.pop("hidden_size"), x.pop("num_heads"), **x)
                 if x.get("tie_feature_map"):
                     self.feature_map_k = self.feature_map_q  # fla's checkpoints have it under both names
+                if given.get("output_norm") == "identity":
+                    self.norm = nn.Identity()
                 self.layer_idx = index
                 self.bounded = ours.floored and index != 0  # fla's first layer has no bound
 
@@ -122,14 +126,11 @@ class LayerAlias:
                     past_key_values.advance(self.layer_idx, state, hidden_states.shape[1])
                 return o, None, past_key_values
 
-        if alias.switch:
-            argument, op = alias.switch
-            other = type(self.name, (Layer,), {"op": op, "__module__": f"fla.layers.{self.file}"})
+            def operate(self, inputs: dict[str, Tensor], *, form: Form, **options: Any) -> tuple[Tensor, Tensor | None]:
+                if self.op == alias.op:
+                    return super().operate(inputs, form=form, **options)
+                return other.member(inputs, form=form.value, **options)
 
-            def made(cls: type[Layer], *args: Any, **kwargs: Any) -> Layer:
-                return object.__new__(other if bind(alias.name, order, defaults, args, kwargs)[argument] else cls)
-
-            Layer.__new__ = made  # type: ignore[assignment, method-assign]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         Layer.__name__ = Layer.__qualname__ = self.name
         Layer.__module__ = f"fla.layers.{self.file}"
@@ -157,7 +158,7 @@ LAYERS = (
     LayerAlias("linear_attn", "linear_attn", f"LinearAttention({WIDE % (1.0, 1.0, 8)}, num_kv_heads=None, "
                "feature_map='elementwise_product', tie_feature_map_qk=False, output_norm='rmsnorm', norm_q=False, norm_k=False, "
                f"do_feature_map_norm=False, {NORMED}, layer_idx=None)",
-               fixed={"output_norm": ("rmsnorm",)}, words={"feature_map": FEATURES}, options={"use_gate": False},
+               fixed={"output_norm": ("rmsnorm", "identity")}, words={"feature_map": FEATURES}, options={"use_gate": False},
                switch=("do_feature_map_norm", NORMALIZED)),
     LayerAlias("gated_deltaproduct", "gated_delta_product", f"GatedDeltaProduct({HEADS % 2}, use_output_gate=True, use_short_conv=True, "
                f"{CONV}, use_forget_gate=True, allow_neg_eigval=True, num_householder=2)", GATED),
