@@ -18,10 +18,8 @@ SHARED = dict(
 )  # fmt: skip
 GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=16, head_dim=16)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-KIMI = dict(
-    linear_num_heads=2, linear_head_dim=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_local_experts=4,
-    num_experts_per_tok=2, moe_intermediate_size=16, mlp_layer_types=["dense", "sparse"],
-)  # fmt: skip
+LATENT = dict(linear_num_heads=2, linear_head_dim=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+KIMI = dict(**LATENT, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_layer_types=["dense", "sparse"])
 MODELS = {
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**GDN, **MOE}),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", GDN),
@@ -34,7 +32,7 @@ BAMBA = dict(  # ...: it has no such field
 )  # fmt: skip
 FURTHER = {
     "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", dict(layer_types=["conv", "full_attention"], block_multiple_of=8)),
-    "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridConfig", dict(layer_types=["linear_attention"] * 2)),
+    "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridConfig", LATENT),
     "bamba": ("BambaForCausalLM", "BambaConfig", BAMBA),
 }
 HERE = [n for n in PROVED if importlib.util.find_spec(f"transformers.models.{n}")]  # older versions of transformers have not all of them
