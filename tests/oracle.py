@@ -198,13 +198,8 @@ def _norm(x: Tensor, heads: bool) -> Tensor:
     return x.norm() if not heads or x.ndim < 3 else x.movedim(2, 0).flatten(1).norm(dim=1)
 
 
-def check(
-    got: Mapping[str, Tensor], truth: Mapping[str, Tensor], honest: Mapping[str, Tensor] | None = None, form: str = "chunk", few: float = 1
-) -> None:
-    """Every result within its factor of the honest error, over all and in the worst head.
-
-    few: times more, where results have so few numbers that the honest error is a matter of luck.
-    """
+def check(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], honest: Mapping[str, Tensor] | None = None, form: str = "chunk") -> None:
+    """Every result within its factor of the honest error, over all and in the worst head."""
     coarsest = max(torch.finfo(t.dtype).eps for t in got.values())  # kernels multiply in the inputs' dtype, whatever the result's is
     for name, t in truth.items():
         g, t = got[name].cpu(), t.cpu()
@@ -214,7 +209,7 @@ def check(
             raise AssertionError(f"{name}: not finite")
         if t.numel() == 0:
             continue
-        factor = few * (GRADIENT if name.startswith("d") or form == "parallel" else OUTPUT)
+        factor = GRADIENT if name.startswith("d") or form == "parallel" else OUTPUT
         eps = coarsest if DEVICE.type == "cuda" else torch.finfo(g.dtype).eps
         least = torch.finfo(torch.float32).tiny if DEVICE.type == "cuda" else 0  # kernels may make 0 of what is smaller
         if DEVICE.type == "cuda" and isinstance(truth, Results):  # kernels sum x dx in fp32; the definition's S dS has no terms that cancel
