@@ -97,7 +97,7 @@ CALLS = {  # each function of tensors with all of them
     "swiglu": dict(a=X, b=X),
     "rotary": dict(x=X[:, :, None], positions=TOKENS),
     "token_shift": dict(x=X, initial_state=torch.randn(1, 4, 1), cu_seqlens=torch.tensor([0, 6])),
-    "plan_packing": dict(batch=1, length=6, position_ids=TOKENS, offset=torch.tensor([3])),
+    "plan_packing": dict(batch=1, length=6, position_ids=TOKENS, offset=torch.tensor([3]), cu_seqlens=torch.tensor([0, 6])),
 }  # fmt: skip
 
 
@@ -115,6 +115,23 @@ def test_numbers_of_another_kind_and_what_is_no_tensor_are_refused_by_name(name,
     for other in (t.float() if whole else t.long(), t.cfloat(), t.bool(), t.tolist(), *[None] * needed):
         with pytest.raises(TypeError, match=f"{argument} must be (a tensor of integers|int64|a floating tensor), got"):
             call(**{**given, argument: other})
+
+
+def test_a_mask_may_be_of_any_numbers_and_must_be_a_tensor():
+    assert all(nn.plan_packing(1, 3, attention_mask=torch.ones(1, 3, dtype=d)).index is None for d in (torch.bool, torch.int64, torch.half))
+    with pytest.raises(TypeError, match="attention_mask must be a tensor, got list"):
+        nn.plan_packing(1, 3, attention_mask=[[1, 1, 1]])
+
+
+@pytest.mark.parametrize("offsets", [[0, 7], [0, 5], [0, 4, 2, 6], [1, 6]])
+def test_offsets_that_do_not_rise_from_0_to_T_are_refused_compiled_or_not(offsets):
+    torch._dynamo.reset()
+    cu, call = torch.tensor(offsets), torch.compile(nn.token_shift, fullgraph=True, backend="eager")
+    assert torch.equal(call(X, cu_seqlens=torch.tensor([0, *[3] * (len(offsets) - 2), 6]))[0][:, 4:], nn.token_shift(X)[0][:, 4:])
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to T"):
+        call(X, cu_seqlens=cu)
+    with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to T = 6, got \["):
+        nn.token_shift(X, cu_seqlens=cu)
 
 
 def test_a_layers_number_is_whole():

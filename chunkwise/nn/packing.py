@@ -87,18 +87,22 @@ def sequence_index(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def check_offsets(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     """Refuse offsets that do not describe one packed row of `tokens` tokens.
 
-    The values are read only where that costs nothing (on the CPU, outside torch.compile); shapes and dtypes always.
+    The values are read only where that costs nothing, on the CPU, and under torch.compile there when the graph runs; shapes and dtypes
+    always.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: naming what is wrong; under torch.compile, of values, RuntimeError.
     """
     if batch != 1:
         raise ValueError(f"cu_seqlens describes one packed row: flatten the batch to B = 1, got B = {batch}")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if cu_seqlens.device.type != "cpu":
         return
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or bool((cu_seqlens.diff() < 0).any()):
+    fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(fits, "cu_seqlens must rise from 0 to T")
+    elif not bool(fits):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {tokens}, got {cu_seqlens.tolist()}")
 
 
@@ -127,12 +131,14 @@ def plan_packing(
 
     Raises:
         ValueError: shapes that contradict B and T, offsets that are not offsets, a mask with holes beside `cu_seqlens`,
-            more or fewer sequences than `offset` has; TypeError: position_ids or an offset that are no integers;
+            more or fewer sequences than `offset` has; TypeError: a mask that is no tensor, others that are none of integers;
             RuntimeError: under torch.compile, what only values say.
     """
-    for label, t in (("position_ids", position_ids), ("offset", offset)):
+    for label, t in (("position_ids", position_ids), ("offset", offset), ("cu_seqlens", cu_seqlens)):
         if t is not None and (not isinstance(t, Tensor) or t.dtype not in WHOLE):
             raise TypeError(f"{label} must be a tensor of integers, got {t.dtype if isinstance(t, Tensor) else type(t).__name__}")
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     packing = _plan(batch, length, device, attention_mask, position_ids, cu_seqlens, offset, keep or offset is not None)
     if offset is not None and offset.shape != (packing.sequences,):
         raise ValueError(f"the state holds N = {offset.numel()} sequences, the call has {packing.sequences}")
