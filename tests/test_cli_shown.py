@@ -10,8 +10,9 @@ from rich.text import Text
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from chunkwise.cli.app import app  # noqa: E402
+from chunkwise.cli.app import app, run  # noqa: E402
 from chunkwise.cli.progress import Progress  # noqa: E402
+from chunkwise.engine import measured  # noqa: E402
 
 
 def test_no_word_of_a_help_text_is_taken_for_markup():
@@ -29,3 +30,10 @@ def test_the_bar_shows_a_loss_as_soon_as_there_is_one_and_a_dash_before(tmp_path
     assert "3 steps" in shown() and shown().endswith("loss –")
     progress.on_log(None, state, None, logs={"loss": 1.25})
     assert shown().endswith("loss 1.250")
+
+
+def test_the_doctor_names_a_broken_file_of_measured_configs_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measured, "FOLDER", tmp_path)
+    (tmp_path / "abacus.json").write_text("{}")
+    assert run(["doctor"]) == 2
+    assert capsys.readouterr().err == f"chunkwise: tune: {tmp_path / 'abacus.json'} is no file of measured configs\n"

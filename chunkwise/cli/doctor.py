@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
+from .refusal import refusing
+
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "accelerate", "numpy")
 CASES = (("training", 2048, True), ("prefill", 2048, False), ("decoding", 1, False))  # what, tokens, with gradients
 
@@ -25,7 +27,9 @@ def doctor() -> None:
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     print(f"cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     print(f"gpu           {', '.join(names) or 'PyTorch sees none: everything runs on the CPU'}")
-    print(f"measured      {', '.join(f'{card}: {len(load(card))} configs' for card in cards()) or 'no card: kernels run by rules'}")
+    with refusing(ValueError):  # a broken file, which calls refuse too
+        measured = ", ".join(f"{card}: {len(load(card))} configs" for card in cards())
+    print(f"measured      {measured or 'no card: kernels run by rules'}")
     for device, dtype in (("cpu", torch.float32), *([("cuda", torch.bfloat16)] if count else [])):
         for name, T, grad in CASES:
             print(f"\n{name} on {device}, {str(dtype).removeprefix('torch.')}, {T} {'tokens' if T > 1 else 'token'}")
