@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Annotated, Any
 
@@ -61,7 +60,7 @@ def precompile(
 
             calls = [(name, *width) for name in dtype or ("bfloat16",)]
             with refusing(ValueError, RuntimeError):
-                made += build_calls(arch, launches, calls, jobs or os.cpu_count() or 1, heard)
+                made += build_calls(arch, launches, calls, jobs or None, heard)
     table = Table("kernel", "dtype", "switches", box=None, header_style="bold")
     for name in ("warps", "stages", "registers", "spills", "shared", "seconds"):
         table.add_column(name, justify="right")

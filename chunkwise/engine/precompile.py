@@ -359,7 +359,6 @@ def precompile(
 
     if knobs.runtime.interpret:
         raise RuntimeError("precompile: Triton's interpreter is on (TRITON_INTERPRET): it runs kernels without building them")
-    jobs = jobs or len(os.sched_getaffinity(0))
     calls = [
         (op, dtype, K, V, group, pack, chunk_size, precision, inverse_precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
@@ -371,15 +370,15 @@ def build(
     arch: str,
     listen: Callable[..., list[Launch]],
     calls: Sequence[tuple[Any, ...]],
-    jobs: int,
+    jobs: int | None,
     heard: Callable[[Built, int], None] = lambda built, of: None,
     card: str = "",
     choose: Callable[[list[Launch]], list[Launch]] = list,
 ) -> list[Built]:
     """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments; of that what `choose`
-    leaves."""
+    leaves. jobs: processes; None: one a core that this process may run on."""
     made: list[Built] = []
-    with Crew(lambda jobs: _workers(arch, jobs, card), jobs) as crew:
+    with Crew(lambda jobs: _workers(arch, jobs, card), jobs or len(os.sched_getaffinity(0))) as crew:
         found = list(crew.each(listen, calls))
         if None in found:
             raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")
