@@ -36,14 +36,37 @@ metric_list: [{{metric: bits_per_byte}}]
 """
 
 
+def saved(folder):
+    """A model in a folder, with the byte tokenizer, which has no token to pad with."""
+    tokenizer = byte_tokenizer()
+    model = build(mixer="gated_delta_rule", vocab_size=len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_harness_generates_in_batches_what_the_model_does_alone(tmp_path):
+    from lm_eval.api.instance import Instance
+
+    from chunkwise.models import harness
+
+    model, tokenizer = saved(tmp_path)
+    prompts = [q for q, _, _ in CHOICES]
+    assert len({len(p) for p in prompts}) == len(prompts)  # so rows are padded
+    asked = [Instance("generate_until", {}, (p, {"until": [], "max_gen_toks": 9}), i) for i, p in enumerate(prompts)]
+    got = harness.ChunkwiseLM(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=2).generate_until(asked)
+    for prompt, text in zip(prompts, got, strict=True):
+        ids = torch.tensor([encode(tokenizer, prompt)])
+        alone = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+        assert text == tokenizer.decode(alone).split("\n")[0]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_harness_scores_are_the_models_likelihoods(tmp_path, monkeypatch):
     from chunkwise.models import harness
 
-    tokenizer = byte_tokenizer()
-    model = build(mixer="gated_delta_rule", vocab_size=len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model, tokenizer = saved(tmp_path / "model")
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": q, "choices": c, "label": i}) + "\n" for q, c, i in CHOICES))
     (tmp_path / "tasks").mkdir()

@@ -2,10 +2,15 @@
 
     python -m chunkwise.models.harness run --model chunkwise --model_args pretrained=runs/book --tasks lambada_openai
 
-is the harness's own command line with the name known. `--model hf` works too, once `chunkwise.models` is imported.
+is the harness's own command line with the name known. `--model hf` works too, once `chunkwise.models` is imported, but for
+text generated in batches by a tokenizer that has no token to pad with: the harness adds one, of which the model knows nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
 
 from chunkwise.extra import extra
 
@@ -30,6 +35,10 @@ class ChunkwiseLM(HFLM):
     def prefix_token_id(self) -> int:
         known = super().prefix_token_id
         return self.eot_token_id if known is None else known
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """As the harness does, with a token that the model knows where rows are padded (and nothing is read)."""
+        return super()._model_generate(context.where(context < self.config.vocab_size, 0), max_length, stop, **options)
 
 
 if __name__ == "__main__":
