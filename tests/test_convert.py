@@ -195,6 +195,15 @@ def test_feature_maps_of_fla_arrive_and_go_back(name, switch):
     assert again.config.to_dict() == model.config.to_dict() and torch.equal(again(x).logits, model.eval()(x).logits)
 
 
+def test_two_maps_that_should_be_one_are_refused():
+    config, _ = checkpoint("linear_attn")
+    config = config | {"feature_map": "t2r", "tie_feature_map_qk": True}
+    described, made = write_model(ChunkwiseForCausalLM(layouts()["linear_attn"].configuration(config)), "linear_attn")
+    other = made | {n: t + 1 for n, t in made.items() if ".1.attn.feature_map_k." in n}
+    with pytest.raises(ValueError, match=r"model.layers.1.attn.feature_map_k.layer.weight must be that of feature_map_q, .* is another"):
+        read_model(described, other)
+
+
 def test_hybrids_keep_their_attention_layers_as_they_are():
     config, _ = checkpoint("gated_deltanet")
     attn = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5e3)

@@ -10,6 +10,8 @@ import re
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..compat.fla_layer import FEATURES, NORMALIZED
 from ..nn.feature import LEARNT
 from .configuration import ATTENTION, ChunkwiseConfig
@@ -143,7 +145,11 @@ def _read(state: State, config: ChunkwiseConfig) -> State:
     """The two older forms, and the norm's name where fla does not fuse it with the gate."""
     result: State = {}
     for name, t in state.items():
-        if re.search(r"\.attn\.D$", name) and config.mixer == "gated_delta_rule" or config.tie_feature_map and KEYS in name:
+        if re.search(r"\.attn\.D$", name) and config.mixer == "gated_delta_rule":
+            continue
+        if config.tie_feature_map and KEYS in name:
+            if not torch.equal(t, state.get(name.replace(KEYS, QUERIES), t)):
+                raise ValueError(f"linear_attn: {name} must be that of feature_map_q, as tie_feature_map_qk says, and is another")
             continue
         if name.endswith("mlp.gate_proj.weight") and t.shape[0] == 2 * int(config.intermediate_size or 0):
             result[name], result[name.replace("gate_proj", "up_proj")] = t.chunk(2)
