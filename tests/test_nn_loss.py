@@ -173,7 +173,10 @@ def test_transforms_do_not_hide_a_class_that_does_not_exist(how):
         (dict(reduction="avg"), ValueError, "reduction must be"),
         (dict(label_smoothing=1.5), ValueError, "label_smoothing must be"),
         (dict(softcap=-1.0), ValueError, "softcap must be"),
+        (dict(softcap=float("nan")), ValueError, "softcap must be"),
+        (dict(ignore_index=0.5), TypeError, "ignore_index must be a whole number, got 0.5"),
         (dict(rows=0), ValueError, "rows must be"),
+        (dict(rows=2.5), ValueError, "rows must be a whole number"),
         (dict(first_class=3), ValueError, "first_class belongs"),
     ],
 )

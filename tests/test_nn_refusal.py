@@ -10,6 +10,7 @@ from chunkwise import nn
 from chunkwise.nn import (
     GatedRMSNorm,
     RMSNorm,
+    all_mixers,
     causal_conv1d,
     causal_conv1d_update,
     cross_entropy,
@@ -44,6 +45,14 @@ def test_a_layer_refuses_sizes_of_its_own(case):
     name, options, says = LAYERS[case]
     with pytest.raises(ValueError, match=says):
         mixer_class(name)(**{"hidden_size": 24, "num_heads": 2, **options})
+
+
+@pytest.mark.parametrize("name", all_mixers())
+def test_a_layer_takes_floating_tensors_alone(name):
+    layer = mixer_class(name)(24, 2)
+    for x in (torch.zeros(1, 3, 24, dtype=torch.int64), [[0.0] * 24]):
+        with pytest.raises(TypeError, match="hidden_states must be a floating tensor, got (torch.int64|list)"):
+            layer(x)
 
 
 @pytest.mark.parametrize("name", ["gla", "mamba2"])

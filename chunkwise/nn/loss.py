@@ -321,8 +321,8 @@ def linear_cross_entropy(
     V = weight.shape[0]
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"{name}: bias must be [V] = [{V}], got {list(bias.shape)}")
-    if rows is not None and rows < 1:
-        raise ValueError(f"{name}: rows must be at least 1, got {rows}")
+    if rows is not None and not (hasattr(rows, "__index__") and rows >= 1):
+        raise ValueError(f"{name}: rows must be a whole number, at least 1, got {rows}")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif any(y is not None and y.dtype != x.dtype for y in (weight, bias)):
@@ -366,7 +366,9 @@ def _terms(
         raise ValueError(f"{name}: there must be at least one class, got V = {V}")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {smoothing}")
-    if softcap < 0:
+    if not hasattr(ignore_index, "__index__"):
+        raise TypeError(f"{name}: ignore_index must be a whole number, got {ignore_index!r}")
+    if not softcap >= 0:
         raise ValueError(f"{name}: softcap must be at least 0, got {softcap}")
     classes = V
     if group is not None:

@@ -218,6 +218,8 @@ def _norm(
         raise ValueError(f"{name}: groups must divide the {D} channels, got {groups}")
     if activation not in GATES:
         raise ValueError(f"{name}: activation must be 'silu' ('swish') or 'sigmoid', got {activation!r}")
+    if not eps >= 0:
+        raise ValueError(f"{name}: eps must be at least 0, got {eps}")
     for label, t in (("residual", residual), ("gate", gate)):
         if t is not None and t.shape != x.shape:
             raise ValueError(f"{name}: {label} must have x's shape {list(x.shape)}, got {list(t.shape)}")
@@ -255,7 +257,7 @@ def rms_norm(
         gate: [..., D] in any float dtype, or None: no gate. activation: "silu" ("swish") or "sigmoid", of the gate.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes and devices that do not fit, naming the argument.
+        ValueError, TypeError: shapes, dtypes, devices, groups or an eps that do not fit, naming the argument.
 
     Zhang, Sennrich. Root Mean Square Layer Normalization. NeurIPS 2019.
     """

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...engine.library import direct
 from ...engine.problem import given
 from ...spec import PREFIX, Form, Op, all_ops
+from ..boundary import check_tensors
 from ..conv import ShortConvolution
 from ..joint import convolve, plain
 from ..packing import Packing, plan_packing
@@ -228,8 +229,9 @@ class Mixer(nn.Module):
             (o [B, T, D], state or None); o is zero at padding.
 
         Raises:
-            ValueError: shapes that do not fit, naming the argument.
+            ValueError, TypeError: shapes and dtypes that do not fit, naming the argument.
         """
+        check_tensors(self.op, hidden_states=hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(f"{self.op}: hidden_states must be [B, T, {self.hidden_size}], got {list(hidden_states.shape)}")
         depth = Depth() if depth is None else depth
