@@ -24,7 +24,7 @@ $(VENV)/.train: $(VENV)/.created pyproject.toml
 	$(PIP) install --quiet --no-compile -e ".[train]"
 	touch $@
 
-# fla lies in a folder of its own, which one test hands to a process of its own: transformers would bind it wherever it can be imported.
+# fla lies in a folder of its own, which two tests hand to processes of their own: transformers would bind it wherever it can be imported.
 $(VENV)/.dev: $(VENV)/.created pyproject.toml
 	$(PIP) install --quiet --no-compile -e ".[train,dev]"
 	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $(VENV)/peer fla-core==0.6.0 flash-linear-attention==0.6.0 einops==0.8.2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkwise.bench.autotuner import BEST, build_side_by_side, tune_in_turns
+from chunkwise.bench.autotuner import BEST, build_side_by_side, offer_all, tune_in_turns
 from chunkwise.bench.case import case, draw
 from chunkwise.bench.measure import Bench, frozen
 from chunkwise.bench.turn import turn
@@ -139,6 +139,27 @@ def test_an_autotuner_may_be_offered_few_candidates(monkeypatch):
     for offered, kept in ((2, [0, 1]), (3, [0, 1, 2]), (8, [0, 2, 5])):
         tuner.configs = [Config(dict(BLOCK=b)) for b in range(offered)]
         assert [c.kwargs["BLOCK"] for c in tuner.prune_configs({})] == kept
+
+
+def test_an_autotuner_whose_launches_are_heard_offers_all_and_times_none(monkeypatch):
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    class Kernel:
+        def run(self, *args, **kwargs):
+            launched.append((args, kwargs["BLOCK"], kwargs["num_warps"]))
+
+    launched = []
+    monkeypatch.setattr(Autotuner, "run", Autotuner.run)  # put back afterwards
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: self.configs[1:])
+    offer_all()
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn, tuner.arg_names, tuner.cache = Kernel(), ["x"], {}
+    tuner.configs = [Config(dict(BLOCK=b), num_warps=w) for b in (16, 32) for w in (1, 2)]
+    for _ in range(2):  # nothing was chosen
+        assert tuner.run(7, grid=(1,)) is None
+    assert launched == 2 * [((7,), 16, 2), ((7,), 32, 1), ((7,), 32, 2)]
 
 
 def test_all_cases_are_warm_before_the_first_is_timed(tmp_path, monkeypatch):

@@ -1,18 +1,23 @@
 """chunkwise precompile: the kernels that calls will want are in Triton's cache before there is a GPU."""
 
+import json
 import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
+import torch
 
 from chunkwise import kernels
+from chunkwise.bench import ahead
+from chunkwise.bench.case import case, draw
 from chunkwise.cli import main
 from chunkwise.engine import precompile as module
 from chunkwise.engine.crew import Crew
-from chunkwise.engine.precompile import DTYPES, LOADS, WAYS, Built, precompile
+from chunkwise.engine.precompile import DTYPES, LOADS, WAYS, Built, Launch, precompile
 
 SMALL = dict(sizes=((16, 16),), ways=("prefill",), loads=((64, 1),), packed=(False,), chunk_size=16, jobs=1)
 
@@ -104,6 +109,60 @@ def test_many_long_sequences_are_asked_for_too(monkeypatch):
     assert alone < heard((16384, 8))
 
 
+def test_a_call_of_given_sizes_is_built_as_a_benchmark_makes_it(monkeypatch):
+    """Gates in float32 beside inputs of 16 bits, and a forward pass that keeps nothing: the ways above have neither."""
+    runtime = pytest.importorskip("triton.runtime")
+    monkeypatch.setattr(runtime.driver, "_active", module._StandIn("sm_90"))
+    made = [json.loads(launch.data) for launch in ahead._ours("simple_gla", "1,64,1,1,16,16", "bfloat16")]
+    assert any("*fp32" in said["signature"].values() for said in made)
+    op, how = module.all_ops()["simple_gla"], dict(form="auto", initial_state=None, output_final_state=False)
+    x = draw(case("simple_gla", shape="1,64,1,1,16,16"), torch.device("meta")).x
+    alone = {launch.data for launch in module.hear(lambda: module.call(op, x, False, **how))}
+    assert alone and alone < {launch.data for launch in ahead._ours("simple_gla", "1,64,1,1,16,16", "bfloat16")}
+
+
+PEER = Path(sys.prefix) / "peer"  # where the Makefile puts fla
+THEIRS = """
+import json
+from chunkwise.bench import ahead
+ahead._begin("sm_90", "", "fla-core", "float32")
+asked = (("simple_gla", "1,64,1,1,16,16"), ("simple_gla", "1,64,1,1,16,16,3"), ("delta_rule", "1,64,1,1,16,16"))
+print(json.dumps([ahead._theirs("fla-core", op, shape, "float32") for op, shape in asked]))
+"""
+
+
+@pytest.mark.skipif(not (PEER / "fla").is_dir(), reason="fla is not there; the Makefile installs it")
+def test_another_library_s_kernels_are_heard_with_all_that_its_tuner_tries():
+    """In a process of its own: what imports fla is changed."""
+    pytest.importorskip("triton")
+    path = os.pathsep.join((str(Path(__file__).parents[1]), str(PEER)))
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", THEIRS], env=env, capture_output=True, text=True, check=True)
+    theirs, packed, refused = json.loads(done.stdout)
+    assert len(packed) == len(theirs) and not {data for *_, data in packed} & {data for *_, data in theirs}
+    kernels = {name: [json.loads(data)["options"] for _, n, data in theirs if n == name] for _, name, _ in theirs}
+    assert {"chunk_fwd_kernel_h", "chunk_bwd_kernel_dh"} <= set(kernels)  # forward and backward
+    assert all(len({(o["num_warps"], o["num_stages"]) for o in some}) > 1 for some in kernels.values())
+    [(where, why, _)] = refused
+    assert not where and why.startswith("fla-core, delta_rule, 1,64,1,1,16,16, float32: AssertionError") and "float32" in why
+
+
+def test_command_builds_what_is_benchmarked_and_says_what_is_not(monkeypatch, capsys):
+    asked = []
+
+    def build(arch, listen, calls, jobs, heard, card, choose, *begin):
+        asked.append((listen.__name__, calls))
+        return [Built("k", arch, {}, (), 4, 1, 8, 0, 9, 8)] if choose([Launch("", "it has none", ""), Launch("a", "k", "")])[1:] else []
+
+    monkeypatch.setattr(ahead, "build", build)
+    assert call("precompile", "--op", "gla", "--shape", "S1", "--shape", "float32", "--peer", "sdpa") == 0
+    assert asked == [
+        ("_ours", [("gla", "S1", "bfloat16"), ("gla", "float32", "float32")]),
+        ("_theirs", [("sdpa", "gla", "S1", "bfloat16")]), ("_theirs", [("sdpa", "gla", "float32", "float32")]),
+    ]  # fmt: skip
+    assert "it has none" in capsys.readouterr().out
+
+
 def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
     about = ("k", "sm_90", {"K": 16}, (), 4, 1)
     made = [
@@ -161,6 +220,11 @@ REFUSALS = {
     "precision": ("--precision low", "precision must be among ieee, tf32"),
     "inverse precision": ("--inverse-precision low", "inverse_precision must be among auto, ieee, tf32x3"),
     "unmeasured card": ("--card abacus", "there are no measured configs of 'abacus' (there are: "),
+    "peers of no calls": ("--peer fla-core", "--peer wants --shape"),
+    "shapes and heads": ("--shape S1 --head 16,16", "--shape takes no --head"),
+    "no such shape": ("--shape S9", "shape must be one of"),
+    "no such peer": ("--shape S1 --peer nobody", "no peer 'nobody'"),
+    "peers on another card": ("--arch gfx942 --shape S1 --peer sdpa", "for NVIDIA's cards, got gfx942"),
     "jobs": ("--jobs -1", "--jobs must be at least 0"),
 }
 

@@ -149,8 +149,13 @@ def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
     do = torch.randn(c.B, c.T, c.HV, c.V, dtype=wide, device=device).to(c.torch_dtype)
     S0 = op.draw_state(c.sizes, c.N or c.B, dtype=wide, device=device) if c.decode else None
     S0 = S0.to(POOLS[c.pool][0]) if S0 is not None and c.pool else S0
-    cu = offsets(c.T, c.N, torch.Generator().manual_seed(seed)).to(device) if c.N else None
-    return Inputs(x, do, S0, cu)
+    cu = packed(c, seed)
+    return Inputs(x, do, S0, None if cu is None else cu.to(device))
+
+
+def packed(c: Case, seed: int = 0) -> Tensor | None:
+    """Where a case's packed sequences begin and end, on the CPU."""
+    return offsets(c.T, c.N, torch.Generator().manual_seed(seed)) if c.N else None
 
 
 def plain(op: Op) -> bool:

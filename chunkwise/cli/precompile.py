@@ -24,6 +24,10 @@ def precompile(
     inverse_precision: Annotated[str, typer.Option(help="Of the inverse: auto, ieee, tf32x3, bf16x3, tf32 or bf16.")] = "auto",
     modules: Annotated[str | None, typer.Option(help="D,K,V: convolutions, norms, loss of that width, head, vocabulary too.")] = None,
     card: Annotated[str, typer.Option(help="A card whose measured configs to build: nvidia_h200; see chunkwise tune.")] = "",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Instead of heads and ways: what chunkwise bench of this shape launches; again for more; grid.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="With --shape: this library's Triton kernels too, for its tuner.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
 ) -> None:
     """Build every kernel that calls would launch on a card, into Triton's cache (TRITON_CACHE_DIR). Needs no GPU."""
@@ -40,6 +44,12 @@ def precompile(
     width = None if modules is None else _numbers("--modules", "D,K,V such as 2048,128,32000", modules, 3)
     if width is not None and min(width) < 1:
         raise Refusal(f"--modules must be at least 1 each, got {modules!r}")
+    if peer and not shape:
+        raise Refusal("--peer wants --shape: other libraries' kernels are those of given calls")
+    other = dict(head=head, group=group, way=way, modules=modules, chunk=chunk != 64, precision=precision != "ieee")
+    taken = [n for n, given in {**other, "inverse-precision": inverse_precision != "auto"}.items() if given]
+    if shape and taken:
+        raise Refusal(f"--shape takes no --{taken[0]}: calls are those of chunkwise bench")
     console = Console(highlight=False)
     start, count = time.perf_counter(), 0
 
@@ -51,10 +61,20 @@ def precompile(
             status.update(f"{count} of {of} kernels for {arch}: {built.kernel}")
 
         with refusing(ValueError, RuntimeError):
-            made = build(
-                arch, op, dtypes=dtype or ("bfloat16",), sizes=sizes, groups=group or (1,), ways=way or tuple(WAYS), chunk_size=chunk,
-                precision=precision, inverse_precision=inverse_precision, jobs=jobs or None, card=card, heard=heard,
-            )  # fmt: skip
+            if shape:
+                from chunkwise.bench.ahead import ahead
+                from chunkwise.bench.case import plain, shapes
+                from chunkwise.spec import all_ops
+
+                names = op or [n for n, member in all_ops().items() if plain(member)]
+                given = (names, shapes(shape), dtype or ("bfloat16",), peer or ["none"])
+                made, others, why = ahead(arch, *given, jobs or None, card, heard)
+            else:
+                others, why = {}, []
+                made = build(
+                    arch, op, dtypes=dtype or ("bfloat16",), sizes=sizes, groups=group or (1,), ways=way or tuple(WAYS), chunk_size=chunk,
+                    precision=precision, inverse_precision=inverse_precision, jobs=jobs or None, card=card, heard=heard,
+                )  # fmt: skip
         if width is not None:
             from chunkwise.nn.launch.sample import launches
 
@@ -69,6 +89,9 @@ def precompile(
         name, built = b.kernel.removesuffix("_kernel"), (str(b.warps), str(b.stages), *numbers, f"{b.seconds:.1f}")
         table.add_row(name, _dtype(b), _switches(b.switches), *built)
     console.print(table) if console.is_terminal else Console(width=240, highlight=False).print(table)
+    for name, theirs in others.items():
+        print(f"{name}: {len(theirs)} candidates, {sum(not b.fits for b in theirs)} of them not for this card")
+    print("\n".join(why), end="\n" * bool(why))
     print(f"{len(made)} kernels for {arch} in {time.perf_counter() - start:.0f} s")
     wide = "{0.shared} bytes of shared memory, {0.arch} has {0.limit}"
     bad = [f"{b.kernel} ({_switches(b.switches)}): {b.error or wide.format(b)}" for b in made if not b.fits]

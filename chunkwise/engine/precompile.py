@@ -178,13 +178,17 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
         return None if packed else _decode_once(op, x, sizes, way.drafts)
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
-    options = {**op.defaults, "form": way.form, **options}
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
-    with torch.set_grad_enabled(way.grad), _Hosts():
-        out = run(op, x, op.check(x), {**options, "initial_state": S0, "output_final_state": way.final}, _choose)
-        if way.grad:
+    call(op, x, way.grad, **{"form": way.form, **options}, initial_state=S0, output_final_state=way.final)
+
+
+def call(op: Op, x: dict[str, Tensor], grad: bool, **options: Any) -> None:
+    """A call of a member on tensors without contents, and its gradient, by the hosts that would launch its kernels."""
+    with torch.set_grad_enabled(grad), _Hosts():
+        out = run(op, x, op.check(x), {**op.defaults, **options}, _choose)
+        if grad:
             made = [t for t in out if t is not None]
-            wanted = [t for t in (*x.values(), S0) if t is not None]
+            wanted = [t for t in (*x.values(), options["initial_state"]) if t is not None]
             torch.autograd.grad(made, wanted, [torch.empty_like(t) for t in made], allow_unused=True)
 
 
@@ -228,7 +232,6 @@ def launches(
     loads: tuple[Any, ...],
 ) -> list[Launch]:  # fmt: skip
     """What calls of a member launch under the driver of this process."""
-
     member, options = all_ops()[op], dict(chunk_size=chunk, precision=precision, backend="auto")
     if "inverse_precision" in member.defaults:
         options["inverse_precision"] = inverse
@@ -262,11 +265,12 @@ def _usage(kernel: Any) -> tuple[int | None, int | None]:
 def _build(arch: str, launch: Launch) -> Built:
     """Build one kernel under the driver of this process."""
     kernel = getattr(importlib.import_module(launch.module), launch.name.rpartition(".")[2])
-    said = json.loads(launch.data)
+    while not hasattr(kernel, "preload"):  # an autotuner or what else stands around another library's
+        kernel = kernel.fn
+    said, start = json.loads(launch.data), time.perf_counter()
     constants = {kernel.arg_names[k[0]]: v for k, v in zip(said["constant_keys"], said["constant_vals"])}
     types = tuple(t for t in said["signature"].values() if t != "constexpr")
     on = said["options"]
-    start = time.perf_counter()
     about = dict(kernel=kernel.__name__, arch=arch, switches=constants, signature=types, warps=on["num_warps"], stages=on["num_stages"])
     try:
         made = kernel.preload(launch.data)
@@ -278,7 +282,7 @@ def _build(arch: str, launch: Launch) -> Built:
     return Built(**about, seconds=took, key=made.hash)
 
 
-def _stand_in(arch: str, name: str) -> None:
+def stand_in(arch: str, name: str) -> None:
     """Begin a worker: the stand-in driver, and compilers' complaints (pages of them) into a file."""
     from triton.runtime import driver
 
@@ -301,14 +305,30 @@ def _complaint() -> str | None:
     return found[0][-300:] if found else None
 
 
-def _workers(arch: str, jobs: int, name: str = "") -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_stand_in, initargs=(arch, name))
+def _workers(arch: str, jobs: int, name: str = "", begin: Callable[..., None] = stand_in, given: Sequence[Any] = ()) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=(arch, name, *given))
 
 
 def _check(name: str, given: Sequence[Any], allowed: Iterable[Any]) -> None:
     for x in given:
         if x not in allowed:
             raise ValueError(f"precompile: {name} must be among {', '.join(map(str, allowed))}, got {x!r}")
+
+
+def possible(arch: str, ops: Sequence[str], dtypes: Sequence[str], card: str) -> None:
+    """Raise ValueError for what is unknown, RuntimeError without Triton or under its interpreter."""
+    _check("arch", [arch], TARGETS)
+    _check("ops", ops, all_ops())
+    _check("dtypes", dtypes, DTYPES)
+    if card and card not in cards():
+        known = f"{card!r} (there are: {', '.join(cards()) or 'none'})"
+        raise ValueError(f"precompile: there are no measured configs of {known}; `chunkwise tune` makes them on the card")
+    if find_spec("triton") is None:
+        raise RuntimeError("precompile: triton is not installed; without it there are no kernels to build (pip install 'chunkwise[gpu]')")
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("precompile: Triton's interpreter is on (TRITON_INTERPRET): it runs kernels without building them")
 
 
 def precompile(
@@ -331,34 +351,22 @@ def precompile(
     """Build every kernel that calls of `ops` (names; None: all members) launch on a card of `arch`, into Triton's cache. Needs no GPU.
 
     dtypes of q, k, v; sizes: (K, V) channels of a key and a value; groups: value heads a key head; packed: without and with cu_seqlens;
-    inverse_precision: of members that take it;
-    ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), which decide how work is cut up;
-    jobs: worker processes, one a core by default; card: whose measured configs to build, a name in measured.cards().
-    heard(built, how many in all) is called after each kernel.
+    inverse_precision: of members that take it; ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), by
+    which work is cut up; jobs: worker processes, one a core by default; card: whose measured configs to build, a name in
+    measured.cards(). heard(built, how many in all) is called after each kernel.
     Returns a record a kernel, those that cannot be built or do not fit the card among them. Workers are new processes: a script calls this
     below `if __name__ == "__main__":`. Raises ValueError for what is unknown, RuntimeError without Triton or under its interpreter.
     """
-    _check("arch", [arch], TARGETS)
-    _check("ops", ops or (), all_ops())
-    _check("dtypes", dtypes, DTYPES)
+    possible(arch, ops or (), dtypes, card)
     _check("packed", packed, (False, True))
     _check("ways", ways, WAYS)
     _check("chunk_size", [chunk_size], CHUNKS)
     _check("precision", [precision], ("ieee", "tf32"))
     _check("inverse_precision", [inverse_precision], INVERSES)
-    if card and card not in cards():
-        known = f"(there are: {', '.join(cards()) or 'none'})"
-        raise ValueError(f"precompile: there are no measured configs of {card!r} {known}; `chunkwise tune` makes them on the card")
     for label, numbers in (("sizes", sizes), ("groups", [(n,) for n in groups]), ("loads", loads), ("jobs", [(jobs or 1,)])):
         for some in numbers:
             if any(n < 1 for n in some):
                 raise ValueError(f"precompile: {label} must be at least 1, got {some[0] if len(some) == 1 else some}")
-    if find_spec("triton") is None:
-        raise RuntimeError("precompile: triton is not installed; without it there are no kernels to build (pip install 'chunkwise[gpu]')")
-    from triton import knobs
-
-    if knobs.runtime.interpret:
-        raise RuntimeError("precompile: Triton's interpreter is on (TRITON_INTERPRET): it runs kernels without building them")
     calls = [
         (op, dtype, K, V, group, pack, chunk_size, precision, inverse_precision, tuple(ways), tuple(loads))
         for op, dtype, (K, V), group, pack in product(all_ops() if ops is None else ops, dtypes, sizes, groups, packed)
@@ -374,11 +382,13 @@ def build(
     heard: Callable[[Built, int], None] = lambda built, of: None,
     card: str = "",
     choose: Callable[[list[Launch]], list[Launch]] = list,
+    begin: Callable[..., None] = stand_in,
+    given: Sequence[Any] = (),
 ) -> list[Built]:
     """Build what `listen`, a function of a module (see `hear`), finds launched by each of the calls, its arguments; of that what `choose`
-    leaves. jobs: processes; None: one a core that this process may run on."""
+    leaves. jobs: processes, which begin by begin(arch, card, *given); None: one a core that this process may run on."""
     made: list[Built] = []
-    with Crew(lambda jobs: _workers(arch, jobs, card), jobs or len(os.sched_getaffinity(0))) as crew:
+    with Crew(lambda jobs: _workers(arch, jobs, card, begin, given), jobs or len(os.sched_getaffinity(0))) as crew:
         found = list(crew.each(listen, calls))
         if None in found:
             raise RuntimeError(f"precompile: a worker died while it listened to what {calls[found.index(None)][0]} launches")

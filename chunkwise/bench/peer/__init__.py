@@ -6,6 +6,7 @@ A peer's file has
     call(c, x: Inputs, tensors) -> (o [B, T, HV, V], state [N, HV, K, V] or None)     differentiable, on PyTorch's tensors
 or, where its tensors are not PyTorch's, `work(c, x) -> Work` in call's place; and may have
     version() -> str
+    prepare(dtype: str)                                                               before its kernels of that type are built
     truth(c, x, backward, dtype, part) -> results                                     when what it computes is another function
 """
 

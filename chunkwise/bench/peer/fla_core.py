@@ -54,14 +54,19 @@ def _argument(name: str, known: Mapping[str, Any]) -> str:
     return "gk" if name == "g" and "g" not in known else name
 
 
+def prepare(dtype: str) -> None:
+    """Exact products of float32: its kernels name no precision of theirs, which means tf32. What Triton finds them under hangs on it."""
+    language = importlib.import_module("triton.knobs").language
+    exact = "ieee" if dtype == "float32" else None
+    if language.fp32_default != exact:
+        language.fp32_default = exact
+
+
 def call(c: Case, x: Inputs, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     function = _function(_name(c))
     if function is None:
         raise ValueError(f"fla-core has no {_name(c)}")
-    language = importlib.import_module("triton.knobs").language
-    exact = "ieee" if c.dtype == "float32" else None  # its kernels name no precision of float32 products, which means tf32
-    if language.fp32_default != exact:
-        language.fp32_default = exact
+    prepare(c.dtype)
     known = inspect.signature(function).parameters
     options: dict[str, Any] = {n: s for n, s in (("initial_state", x.S0), ("cu_seqlens", x.cu)) if s is not None}
     options |= {n: value for n, value in c.member.settings.items() if n in known}
