@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import tomllib
 from pathlib import Path
 
 import pytest
 from cli_case import TINY, call, tale, trained
-
-
-def declared() -> list[str]:
-    """What the distribution requires, as its metadata will say when this checkout is installed."""
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [f"{line}; extra == '{name}'" for name, lines in extras.items() for line in lines]
-
+from declared import LINES
 
 REFUSALS = {
     "no text": ("train --out {new}", "give at least one text"),
@@ -155,7 +148,7 @@ def test_a_user_who_interrupts_is_told_so(signal, run, capsys, monkeypatch):
 def test_a_command_names_what_is_not_installed_and_where_it_comes_from(command, lacking, text, run, tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == lacking else find(name, *rest))
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: declared())
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: LINES)
     monkeypatch.chdir(tmp_path)
     words = [w.format(text=text, run=run, new=tmp_path / "new") for w in command.split()]
     extra = "models" if command.startswith("convert") else "train"

@@ -3,15 +3,11 @@
 import importlib.metadata
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
+from declared import LINES
 
 from chunkwise import extra as page
-
-DECLARED = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-LINES = [f'{line}; extra == "{name}"' for name, lines in DECLARED.items() for line in lines]
 
 
 @pytest.fixture(autouse=True)
