@@ -119,9 +119,8 @@ def _imported() -> list[ModuleType]:
 def _left_over() -> Iterator[tuple[ModuleType, str, dict[str, Any]]]:
     """(module, name in it, its binding) of what transformers' decorator has bound to functions of ours that no import finds any more."""
     for module in _imported():
-        for name, value in list(vars(module).items()):
-            inner = None if hasattr(value, "__chunkwise_binding__") else _binding(value)
-            if inner is not None and not is_ours(sys.modules.get(inner["package"])):
+        for name, inner in _decorated(module):
+            if not is_ours(sys.modules.get(inner["package"])):
                 home = getattr(inner["implementation"], "__globals__", {}).get("__name__", "")
                 if home.startswith(f"{PACKAGE}."):
                     yield module, name, inner
@@ -160,15 +159,21 @@ def _binding(value: Any) -> dict[str, Any] | None:
     return None
 
 
+def _decorated(module: ModuleType) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name in the module, its binding) of what is not handed to chunkwise."""
+    for name, value in list(vars(module).items()):
+        inner = None if hasattr(value, "__chunkwise_binding__") else _binding(value)
+        if inner is not None:
+            yield name, inner
+
+
 def _bound(module: ModuleType) -> Iterator[tuple[str, dict[str, Any], Callable[..., Any]]]:
     """(name in the module, its binding, the function of chunkwise) of what is not yet handed to chunkwise."""
-    for name, value in list(vars(module).items()):
-        inner = _binding(value)
-        if inner is None or not is_ours(sys.modules.get(inner["package"])) or hasattr(value, "__chunkwise_binding__"):
-            continue
-        ours = getattr(sys.modules[inner["package"]], inner["func_name"], None) or _within_ops(inner["func_name"])
-        if ours is not None:
-            yield name, inner, ours
+    for name, inner in _decorated(module):
+        if is_ours(package := sys.modules.get(inner["package"])):
+            ours = getattr(package, inner["func_name"], None) or _within_ops(inner["func_name"])
+            if ours is not None:
+                yield name, inner, ours
 
 
 def _within_ops(function: str) -> Any:
