@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..engine.derivative import Tensors, gradients, many
 from ..engine.library import unwrapped
+from ..number import is_whole
 from .boundary import check_tensors, define, differentiable
 from .vocabulary import TERMS, Terms, group_of, losses, measure, score, slopes_
 
@@ -321,7 +322,7 @@ def linear_cross_entropy(
     V = weight.shape[0]
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"{name}: bias must be [V] = [{V}], got {list(bias.shape)}")
-    if rows is not None and not (hasattr(rows, "__index__") and rows >= 1):
+    if rows is not None and not (is_whole(rows) and rows >= 1):
         raise ValueError(f"{name}: rows must be a whole number, at least 1, got {rows}")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -366,7 +367,7 @@ def _terms(
         raise ValueError(f"{name}: there must be at least one class, got V = {V}")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{name}: label_smoothing must be from 0 to 1, got {smoothing}")
-    if not hasattr(ignore_index, "__index__"):
+    if not is_whole(ignore_index):
         raise TypeError(f"{name}: ignore_index must be a whole number, got {ignore_index!r}")
     if not softcap >= 0:
         raise ValueError(f"{name}: softcap must be at least 0, got {softcap}")
