@@ -50,7 +50,7 @@ def explain(op: Op | str, *, T: int, **call: Any) -> str:
 
 
 def _line(c: Choice) -> str:
-    tokens = {Form.RECURRENT: "token by token", Form.PARALLEL: "one chunk"}.get(c.form, f"chunks of {c.chunk}")
-    if c.plan == "triton":  # of any form
-        tokens = f"chunks of {c.chunk}"
+    tokens = f"chunks of {c.chunk}"
+    if c.plan != "triton":  # which runs any form so
+        tokens = {Form.RECURRENT: "token by token", Form.PARALLEL: "one chunk"}.get(c.form, tokens)
     return f"{c.form} form, {c.backend} backend, {tokens} ({c.reason})"
