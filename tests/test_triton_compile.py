@@ -95,7 +95,6 @@ SPILLS: dict[tuple[tuple[str, ...], str, tuple[str, ...]], tuple[int, str]] = {
     (("sm_90",), "inverse_kernel", ()): (96, "twelve programs a multiprocessor: GDN 0.083 ms; two warps of theirs 0.119 (H200)"),
     (("sm_90",), "grad_kernel", ("DELTA", "BV=256")): (368, _GRADIENTS),
     (("sm_90",), "output_kernel", ("SPLIT",)): (8, "one channel in a block of 64; none from 8 on"),
-    (("sm_90",), "parallel_kernel", ("LEARNS", "TMA", "not SPLIT")): (176, "w waits while a block's own pairs meet; loaded after them 32"),
     (("sm_90",), "parallel_kernel", ()): (136, "float32; 48 of 256 channels and of float16 in packed rows, where a gate learns"),
     (("sm_80", "sm_100"), "parallel_kernel", ()): (544, _ELSEWHERE),
     (("sm_90",), "small_strength_kernel", ("BV=256",)): (136, "256 values at once; as a rule it finds nothing to do"),

@@ -198,8 +198,9 @@ def parallel_kernel(
     if GATE != "none" and not LEARNS:
         b_o *= b_row[:, None]
 
-    if LEARNS:
+    if EXACT:
         b_w = load_chunk(w, row, sz, i_b, i_y, t, o_r, col, L, Z, ROWS, BZ, TMA)  # [ROWS, BZ]
+    if LEARNS:
         p_met = (i_z * HV + i_hv).to(tl.int64) * rows + row + o_r
     if EXACT:
         b_met = tl.sum(b_w * b_o, 1)
@@ -240,7 +241,8 @@ def parallel_kernel(
 
     o_z = col + tl.arange(0, BZ)
     if LEARNS:
-        b_w = b_w.to(tl.float32)
+        if not EXACT:  # not before: it would be held beside the pairs' products
+            b_w = load_chunk(w, row, sz, i_b, i_y, t, o_r, col, L, Z, ROWS, BZ, TMA).to(tl.float32)  # [ROWS, BZ]
         if REVERSE:
             tl.store(met + p_met, b_met if EXACT else tl.sum(b_w * b_o, 1), mask=o_r < L)
     if INITIAL:
