@@ -133,8 +133,8 @@ def state_pass_kernel(
     if LARGE:
         small = tl.minimum(tl.maximum(tl.abs(scale), 0.0078125), 1.0)
         left = scale / small
-    # o reads states in two parts, whose rounding would be most of its error; of 256 channels it would spill (H200: 1.11 ms, before 0.88)
-    FINE: tl.constexpr = LOW_RANK and dtype != tl.float32 and BK <= 128
+    # o reads states in two parts: their rounding would be half of its error and more; DPLR's of 256 channels spill (H200: 1.11 ms, 0.88)
+    FINE: tl.constexpr = (LOW_RANK or KEY and not DELTA) and dtype != tl.float32 and BK <= 128
     made: tl.constexpr = o.dtype if TMA else o.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     col = i_v * BV  # where values are written
@@ -321,7 +321,7 @@ def state_pass_kernel(
             if OUTPUT:
                 b_o = tl.dot(b_s, tl.trans(b_q), input_precision=IP)  # [BV, C]
                 if FINE:
-                    b_o = tl.dot((b_S - b_s.to(tl.float32)).to(dtype), tl.trans(b_q), b_o, input_precision=IP)
+                    b_o = tl.dot(((b_sum if PARTED else b_S) - b_s.to(tl.float32)).to(dtype), tl.trans(b_q), b_o, input_precision=IP)
                 if LOW_RANK:
                     b_o = tl.dot(b_x, tl.trans(b_Mw), b_o, input_precision=IP)
                 if DECAY:
