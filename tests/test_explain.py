@@ -1,5 +1,7 @@
 """What a call would run on a GPU, where there are no kernels and why: decided without a GPU, and said."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -35,12 +37,14 @@ def test_the_parallel_form_of_gates_per_channel_goes_by_chunks_and_says_so():
 def test_cells_that_no_member_has_are_told_apart():
     cells = {
         "rule 'delta' with gate 'value'": Cell(Gate.VALUE, Rule.DELTA, torch.float32, 64, 64),
-        "rule 'add' and a bonus with gate 'scalar'": Cell(Gate.SCALAR, Rule.ADD, torch.float32, 64, 64, bonus=True),
+        "rule 'add' and a bonus with gate 'value'": Cell(Gate.VALUE, Rule.ADD, torch.float32, 64, 64, bonus=True),
         "an erase key that reads before the token forgets": Cell(Gate.KEY, Rule.DELTA, torch.float32, 64, 64, before=True),
         "none for V=1024 above 512 in torch.bfloat16": Cell(Gate.VALUE, Rule.ADD, torch.bfloat16, 64, 64, V=1024),
     }
     for why, cell in cells.items():
         assert why in choose(GDN, cell, T=100, device="cuda", grad=True).reason
+    for gate, rule in product((Gate.NONE, Gate.HEAD, Gate.SCALAR, Gate.KEY), Rule):
+        assert choose(GDN, Cell(gate, rule, torch.float32, 64, 64), T=100, device="cuda", grad=True).backend == "triton"
     back = choose(GDN, Cell(Gate.KEY, Rule.ADD, torch.float32, 512, 64), T=9, device="cuda", grad=True, form="recurrent")
     assert back.plan == "triton_recurrent_torch" and "gradient by the torch backend: none for K=512" in back.reason
 

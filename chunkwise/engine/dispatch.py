@@ -63,8 +63,7 @@ def _no_kernels(cell: Cell, device: str, form: Form) -> str | None:
         return f"none for {cell.dtype}"
     if form is Form.RECURRENT:
         return None if cell.K <= RECURRENT_WIDEST else f"none for K={cell.K} above {RECURRENT_WIDEST} in this version"
-    alone = cell.rule is Rule.DPLR or cell.bonus
-    if cell.gate is Gate.VALUE and cell.rule is not Rule.ADD or alone and cell.gate not in (Gate.NONE, Gate.KEY):
+    if cell.gate is Gate.VALUE and (cell.rule is not Rule.ADD or cell.bonus):
         return f"none for rule {cell.rule.value!r}{' and a bonus' if cell.bonus else ''} with gate {cell.gate.value!r} in this version"
     if cell.before and cell.gate is Gate.KEY:
         return "none for gates per key and an erase key that reads before the token forgets in this version"

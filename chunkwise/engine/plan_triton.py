@@ -96,7 +96,11 @@ def _inverse(p: Problem, saved: Tensor | None) -> Tensor | None:
 
 
 def _spread(p: Problem, x: Streams) -> tuple[Problem, Streams]:
-    """Erase keys in e, whenever they read; keys of their own for every value head where only the erase key has them."""
+    """What has no kernels of its own as what has them: erase keys in e, whenever they read; keys of their own for every value head where
+    only the erase key has them; under the affine stage's rules a token's or a head's gate as one a key channel."""
+    if _is_affine(p.rule, p.bonus) and p.gate in (Gate.HEAD, Gate.SCALAR):
+        g = given(x.g).float()[..., None].expand(p.B, p.T, p.HV, p.K)
+        p, x = replace(p, gate=Gate.KEY), x._replace(g=g.contiguous())
     if p.rule is Rule.DELTA and p.before:
         x = x._replace(e=x.a, a=None)
     if x.e is None or x.e.shape[2] == p.H:
@@ -142,7 +146,8 @@ def backward(
             from . import plan_triton_value
 
             return plan_triton_value.backward(p, x, S0, do, dST)
-        H, (p, x) = p.H, _spread(p, x)
+        asked, g = p, x.g
+        p, x = _spread(p, x)
         at, apart, (part, rest) = stages.index(p), None, stages.binary(p)
         decayed: stages.Decayed | None
         _, matrices, room = _parts(p, saved)
@@ -177,6 +182,8 @@ def backward(
         d = grads(wide, x, at, do, S=given(there.S), dS=given(back.S), X=there.X, U=U, decayed=decayed, apart=apart, rest=rest)
         if p.rule is Rule.DELTA and p.before:
             d = d._replace(a=d.e, e=None)
-        if p.H != H:
-            d = d._replace(q=given(d.q).unflatten(2, (H, -1)).sum(3), k=given(d.k).unflatten(2, (H, -1)).sum(3))
+        if p.H != asked.H:
+            d = d._replace(q=given(d.q).unflatten(2, (asked.H, -1)).sum(3), k=given(d.k).unflatten(2, (asked.H, -1)).sum(3))
+        if p.gate is not asked.gate and g is not None and d.g is not None:
+            d = d._replace(g=d.g.sum((0, 1, 3) if asked.gate is Gate.HEAD else 3).to(g.dtype))
     return d, back.ST

@@ -129,7 +129,8 @@ def grads(
     dq, dk = keys(q), keys(k)
     da, db = (keys(a), keys(b)) if low_rank else (q, q)
     dg = empty(x.g.dtype, p.K) if gated and x.g is not None else q
-    du = torch.zeros(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device) if p.bonus else q
+    filled = torch.empty if p.cu_seqlens is None else torch.zeros  # packed: of slots that are not used too
+    du = filled(at.slots, p.HV, p.K, dtype=torch.float32, device=q.device) if p.bonus else q
     g, u, table = dense(x.g, q), dense(x.u, q), sets(p, q.device)
     sizes, part = (sk, sa, sv, p.B * p.T, p.T, p.HV), dg if dg.dtype == torch.float32 or not gated else empty(torch.float32, p.K)
     c = config("grad_reader", p)

@@ -14,7 +14,8 @@ from chunkwise.spec import Gate, Rule, Streams
 
 AFFINE = {"dplr": (Gate.KEY, Rule.DPLR), "dplr, no gates": (Gate.NONE, Rule.DPLR), "bonus": (Gate.KEY, Rule.ADD)}
 GATED = {n: c for n, c in AFFINE.items() if c[0] is Gate.KEY}
-CELLS = AFFINE | {"value": (Gate.VALUE, Rule.ADD), "early erase": (Gate.SCALAR, Rule.DELTA)}
+SPREAD = {"dplr, scalar": (Gate.SCALAR, Rule.DPLR), "dplr, head": (Gate.HEAD, Rule.DPLR), "bonus, scalar": (Gate.SCALAR, Rule.ADD)}
+CELLS = AFFINE | SPREAD | {"value": (Gate.VALUE, Rule.ADD), "early erase": (Gate.SCALAR, Rule.DELTA)}
 CASES = {
     "ragged": dict(T=20, B=1, H=1, n=2, own=True),
     "packed, empty ones, shared heads": dict(B=1, T=22, H=1, n=2, cu=[0, 0, 17, 18, 18, 22]),
@@ -39,7 +40,7 @@ def compare(cell: str, *, C=16, cu=None, factor=8.0, loud=1.0, **sizes) -> None:
     gate, rule = CELLS[cell]
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     early = cell == "early erase"
-    x = draw(gate, rule, bonus=cell == "bonus", erase=early, early=early, **sizes)
+    x = draw(gate, rule, bonus=cell.startswith("bonus"), erase=early, early=early, **sizes)
     p, p64 = (posed(y, gate, rule, C=C, cu=cu) for y in (x, double(x)))
     torch.manual_seed(1)
     do, S0, dST = torch.randn_like(x.v), *(torch.randn(p.N, p.HV, p.K, p.V) * loud for _ in range(2))
