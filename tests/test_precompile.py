@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from importlib import import_module
@@ -19,7 +20,7 @@ from chunkwise.engine import precompile as module
 from chunkwise.engine.crew import Crew
 from chunkwise.engine.precompile import DTYPES, LOADS, WAYS, Built, Launch, precompile
 
-SMALL = dict(sizes=((16, 16),), ways=("prefill",), loads=((64, 1),), packed=(False,), chunk_size=16, jobs=1)
+SMALL = dict(sizes=((16, 16),), ways=("prefill",), loads=((64, 1, 1),), packed=(False,), chunk_size=16, jobs=1)
 
 
 def call(*arguments: object) -> int:
@@ -94,19 +95,20 @@ def test_a_real_launch_finds_what_was_built(cache):
     assert done.stdout.split() == ["found", "launched"]
 
 
-def test_many_long_sequences_are_asked_for_too(monkeypatch):
-    """They are scanned one piece after the other, by kernels that one sequence alone does not launch."""
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("op", ["linear_attn", "gated_delta_rule"])
+def test_what_calls_of_any_sizes_launch_is_asked_for(op, packed, monkeypatch):
+    """However many tokens, heads and sequences; many long ones are scanned one piece after the other, by kernels of their own."""
     runtime = pytest.importorskip("triton.runtime")
     monkeypatch.setattr(runtime.driver, "_active", module._StandIn("sm_90"))
 
     def heard(*loads):
-        made = module.launches("linear_attn", "bfloat16", 16, 16, 1, False, 64, "ieee", "auto", ("prefill",), loads)
-        return {launch.data for launch in made}
+        return set(module.launches(op, "bfloat16", 128, 128, 1, packed, 64, "ieee", "auto", ("training",), loads))
 
-    with monkeypatch.context() as m:
-        m.setattr(module, "LONG", 1 << 30)
-        alone = heard((16384, 8))
-    assert alone < heard((16384, 8))
+    known, drawn = heard(*LOADS), random.Random(0)
+    for _ in range(60):
+        sizes = round(2 ** drawn.uniform(2, 17)), drawn.randint(1, 128), round(2 ** drawn.uniform(0, 9))
+        assert heard(sizes) <= known, sizes
 
 
 def test_a_call_of_given_sizes_is_built_as_a_benchmark_makes_it(monkeypatch):
@@ -250,7 +252,6 @@ def test_the_interpreter_is_refused():
     assert done.returncode == 2 and "interpreter is on" in done.stderr
 
 
-def test_defaults_cover_all_ways_and_loads():
+def test_ways_cover_what_can_be_asked():
     assert {w.grad for w in WAYS.values()} == {w.initial for w in WAYS.values()} == {w.final for w in WAYS.values()} == {True, False}
     assert set(DTYPES) == {"bfloat16", "float16", "float32"}
-    assert max(HV for _, HV in LOADS) >= 132 and min(HV for _, HV in LOADS) == 1 and max(T for T, _ in LOADS) // 64 >= 256

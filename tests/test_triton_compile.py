@@ -36,7 +36,7 @@ def served() -> dict[tuple, str]:
 SERVED_CELLS = served()
 CELLS = tuple(dict.fromkeys(SERVED_CELLS.values()))
 SERVED = ("sm_80", "sm_90", "sm_100", "gfx942")
-FULL = ((64, 132),)  # a load that gives every multiprocessor work, so the widest blocks
+FULL = ((64, 132, 1),)  # a load that gives every multiprocessor work, so the widest blocks
 # Bytes a thread may keep in memory: (cards, kernel, switches: on, off or a number) -> (bytes, why). All else keeps its registers.
 _GRADIENTS = "the gradients of all streams of a chunk live at once; narrower blocks keep their registers and are slower on an H200"
 _FAR = "gates that forget more than 2^100 in a chunk: what pairs give on every level is added to everything else"
@@ -316,7 +316,7 @@ def test_every_load_and_way_of_calling_builds_for_hopper():
 def test_what_was_measured_on_a_card_builds_there_in_every_way_of_calling(card):
     """Where it is not what the rule says: a measurement runs calls with states and without, not all."""
     rows = [(dict(zip(KEY, key)), found) for (key, ruled), found in load(card).items() if found.config != ruled]
-    kinds = {(found.case.split()[0], key["dtype"], (key["K"], key["V"]), (4096, key["heads"])) for key, found in rows}
+    kinds = {(found.case.split()[0], key["dtype"], (key["K"], key["V"]), (4096, key["heads"], 1)) for key, found in rows}
     ways = ("training", "training with states", "prefill", "continuation")
     for op, dtype, size, load_of in sorted(kinds):
         made = build("sm_90", op, dtypes=(dtype,), sizes=(size,), loads=(load_of,), groups=(1, 2), ways=ways, card=card)

@@ -82,9 +82,10 @@ WAYS = {
     "parallel training with states": Way(True, True, True, form="parallel"),
     "drafting": Way(False, True, True, 2, pool=True, drafts=True),
 }
-# (tokens, value heads of all sequences): what blocks are narrowed and long sequences are cut by.
-MANY = 64  # sequences besides one: decoded together, or so long that they are scanned in pieces, of many one after the other
-LOADS = tuple(product((64, 2048, 16384), (1, 2, 4, 8, 16, 32, 64, 128, 256)))
+# (tokens of a row, value heads, sequences): blocks are narrowed by the heads of all sequences, up to 256; long ones are cut by their tokens
+# and heads. The narrowest band of heads, 67 to 98 of 128 channels, ends at one and a half times what it begins with.
+HEADS = tuple(sorted(n << i for n in (1, 3) for i in range(9) if n << i <= 256))
+LOADS = tuple(x for x in product((LONG // 4, LONG // 2, LONG, 2 * LONG), HEADS, HEADS) if x[1] * x[2] <= HEADS[-1])
 
 
 class Launch(NamedTuple):
@@ -167,13 +168,13 @@ def _choose(*args: Any, **options: Any) -> Any:
 
 
 def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, packed: bool, **options: Any) -> None:
-    """One call of a member, and its gradient."""
+    """One call of a member, and its gradient. packed: sizes' B sequences in one row of T tokens."""
 
     def empty(shape: Iterable[int], dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=way.grad)
 
+    N, sizes = sizes["B"], {**sizes, "B": 1} if packed else sizes
     x = {n: empty(extent(a, sizes) for a in arg.axes.split()) for n, arg in op.args.items()}
-    N = sizes["B"]
     if way.pool:
         return None if packed else _decode_once(op, x, sizes, way.drafts)
     if packed:
@@ -237,10 +238,10 @@ def launches(
         options["inverse_precision"] = inverse
 
     def run() -> None:
-        for way, (T, HV), B in product([w for w in ways if WAYS[w].form in ("auto", *member.forms)], loads, (1, MANY)):
-            if HV % group == 0 and (B == 1 or not packed and (WAYS[way].tokens or T >= LONG)):
-                sizes = {**EXTRA_SIZES, "B": B, "T": WAYS[way].tokens or T, "H": HV // group, "HV": HV, "K": K, "V": V}
-                _call_once(member, WAYS[way], sizes, DTYPES[dtype], packed, **options)
+        for way in [WAYS[w] for w in ways if WAYS[w].form in ("auto", *member.forms)]:
+            for T, HV, B in dict.fromkeys((way.tokens or T, HV, B) for T, HV, B in loads if HV % group == 0):
+                sizes = {**EXTRA_SIZES, "B": B, "T": T, "H": HV // group, "HV": HV, "K": K, "V": V}
+                _call_once(member, way, sizes, DTYPES[dtype], packed, **options)
 
     return hear(run)
 
@@ -340,7 +341,7 @@ def precompile(
     groups: Sequence[int] = (1,),
     packed: Sequence[bool] = (False, True),
     ways: Sequence[str] = tuple(WAYS),
-    loads: Sequence[tuple[int, int]] = LOADS,
+    loads: Sequence[tuple[int, int, int]] = LOADS,
     chunk_size: int = 64,
     precision: str = "ieee",
     inverse_precision: str = "auto",
@@ -351,8 +352,8 @@ def precompile(
     """Build every kernel that calls of `ops` (names; None: all members) launch on a card of `arch`, into Triton's cache. Needs no GPU.
 
     dtypes of q, k, v; sizes: (K, V) channels of a key and a value; groups: value heads a key head; packed: without and with cu_seqlens;
-    inverse_precision: of members that take it; ways: what is asked of a call, see WAYS; loads: (tokens, value heads of all sequences), by
-    which work is cut up; jobs: worker processes, one a core by default; card: whose measured configs to build, a name in
+    inverse_precision: of members that take it; ways: what is asked of a call, see WAYS; loads: (tokens of a row, value heads,
+    sequences), by which work is cut up; jobs: worker processes, one a core by default; card: whose measured configs to build, a name in
     measured.cards(). heard(built, how many in all) is called after each kernel.
     Returns a record a kernel, those that cannot be built or do not fit the card among them. Workers are new processes: a script calls this
     below `if __name__ == "__main__":`. Raises ValueError for what is unknown, RuntimeError without Triton or under its interpreter.
