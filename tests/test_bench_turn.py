@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkwise.bench.autotuner import BEST, build_side_by_side, offer_all, tune_in_turns
+from chunkwise.bench import autotuner
+from chunkwise.bench.autotuner import BEST, HOST, LOST, build_side_by_side, offer_all, tune_in_turns
 from chunkwise.bench.case import case, draw
 from chunkwise.bench.measure import Bench, frozen
 from chunkwise.bench.turn import turn
@@ -42,15 +43,22 @@ def test_an_autotuner_builds_beside_others_and_times_alone(tmp_path, monkeypatch
 
     lock, held = tmp_path / "lock", []
     lock.touch()
-    monkeypatch.setattr(triton.testing, "do_bench", lambda call, warmup, rep, quantiles: [call(), *quantiles])
+    takes = iter((9.0, HOST + LOST * 0.5 + 0.1, HOST + LOST * 0.5))  # milliseconds of one call: the first's, too many, just as many
+    monkeypatch.setattr(autotuner, "once", lambda call: (call(), next(takes))[1])
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, warmup, rep, quantiles: [call() or 0.5, *quantiles])
     monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)  # put back afterwards
     tune_in_turns(lock)
     tuner = Autotuner.__new__(Autotuner)
-    assert tuner.do_bench(lambda: held.append(not free(lock, alone=False)), quantiles=(0.5, 0.2, 0.8)) == [None, 0.5, 0.2, 0.8]
-    assert held == [False, True]
+
+    def timed() -> list[float]:
+        held.clear()
+        return tuner.do_bench(lambda: held.append(not free(lock, alone=False)), quantiles=(0.5, 0.2, 0.8))
+
+    assert (timed(), held) == ([0.5, 0.5, 0.2, 0.8], [False, True, True])
+    assert (timed(), held) == ([HOST + LOST * 0.5 + 0.1] * 3, [False, True])  # one call says enough
+    assert (timed(), held) == ([0.5, 0.5, 0.2, 0.8], [False, True, True])
     tuner.offered = 1  # an earlier run chose
-    assert tuner.do_bench(lambda: held.append(not free(lock, alone=False)), quantiles=(0.5, 0.2, 0.8)) == [0, 0, 0]
-    assert held == [False, True, False]
+    assert (timed(), held) == ([0, 0, 0], [False])
 
 
 def test_an_autotuner_has_its_candidates_built_first_and_keeps_them_all(monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 from .turn import turn
 
 BEST = 2  # kinds of candidates an earlier run's shortlist keeps of a kernel, for every key it was tuned for that is like the one at hand
+
+LOST = 4  # times what the fastest takes: a candidate that one call shows to be so slow is not timed further. Such spill, and take seconds
+HOST = 1.0  # milliseconds that a call may take beside the device's
 
 HOPELESS = 2  # times what the fastest took: a kind that was so slow is not tried again. Such spill, and take a minute to build
 
@@ -34,11 +38,28 @@ def tune_in_turns(lock: Path) -> None:
             if getattr(self, "offered", 0) == 1:
                 return [0.0 for _ in quantiles]  # nothing to choose from
             with turn(lock, alone=True):
-                return triton.testing.do_bench(call, warmup=2, rep=5, quantiles=quantiles)  # milliseconds
+                ms = once(call)
+                if ms > HOST + LOST * getattr(self, "fastest", float("inf")):
+                    return [ms for _ in quantiles]
+                times = triton.testing.do_bench(call, warmup=2, rep=5, quantiles=quantiles)  # milliseconds
+                self.fastest = min(times[0], getattr(self, "fastest", times[0]))
+                return times
 
         return timed
 
     Autotuner.do_bench = property(bench)
+
+
+def once(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call on the device, to its end."""
+    from triton.runtime import driver
+
+    device = driver.active.get_device_interface()
+    device.synchronize()
+    start = time.perf_counter()
+    call()
+    device.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int | None = None) -> None:
@@ -55,6 +76,8 @@ def build_side_by_side(threads: int = 8, shortlist: Path | None = None, few: int
 
     def prune(self: Autotuner, kwargs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         configs = one_by_one(self, kwargs, *rest, **named)
+
+        self.fastest = float("inf")  # of this key
 
         def build(config: Any) -> Any:
             try:
