@@ -104,6 +104,7 @@ class Raw(NamedTuple):
         return self._replace(**mine)
 
 
+NOTHING = Raw()
 RAW_TENSORS = ("A_log", "dt_bias", "rate", "skip", "writes", "g_seen", "beta_seen", "centre")
 
 

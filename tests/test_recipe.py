@@ -74,8 +74,8 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
     place, inner, late = cuda.Place(0, 0), cuda.Place(0, 48), cuda.Place(2, 0)
     map = cuda.Map(cuda.Place(1, 32), (2, 5, 64), (320, 64, 1), (1, 16, 64), swizzle=3, size=2, kind=9)
     number = struct.pack("i", 7)
-    first = cuda.Ready(11, 3, 128, 1000, (place, map, number, bytes(8)))
-    second = cuda.Ready(12, 4, 256, 0, (inner, late, map, number))
+    first = cuda.Ready(11, (3, 1), 128, 1000, (place, map, number, bytes(8)))
+    second = cuda.Ready(12, (4, 2), 256, 0, (inner, late, map, number))
     board, play = cuda.board([first, second], 3, 2), cuda.player().play
     assert driver.encoded == [(0, 9, 3, [64, 5, 2], [128, 640], [64, 16, 1], [1, 1, 1], (0, 3, 2, 0))]  # one map for both
 
@@ -92,7 +92,7 @@ def test_addresses_and_maps_follow_the_call(monkeypatch):
         for later, at in ((t := torch.empty(64), t.data_ptr()), (4096, 4096)):  # a tensor, an address
             tensors[2] = later
             assert play(board, tensors, 78, 1, 2)
-            shape = (4, 1, 1, 256, 1, 1, 0, 78, 0, 0)
+            shape = (4, 2, 1, 256, 1, 1, 0, 78, 0, 0)
             assert driver.launched.pop() == (12, *shape, [word(a + 48), word(at), moved, number])
         assert not driver.launched
     many, tensors[2] = cuda.board([first] * 400, 3, 2), None  # 1,600 parameters
@@ -331,9 +331,10 @@ def test_calls_alike_find_their_recipe_without_a_key(monkeypatch):
     assert [did(backward, dense, q) for q in (apart, apart, x.q)] == [["key", "recipe"], ["recipe"], ["recipe"]]
 
 
-def test_a_grid_of_two_axes_is_not_recorded():
-    """Nor launched on tensors without contents."""
+def test_a_grid_of_two_axes_is_recorded_and_an_empty_one_is_not():
+    """Neither is launched on tensors without contents."""
     launched = []
-    with Recorder(()), pytest.raises(record.Unfit, match="two axes"):
-        launch({(2, 3): launched.append}, (2, 3), config=SimpleNamespace(launch={}))
-    assert not launched
+    with Recorder(()) as recorder:
+        for grid in ((2, 3), 4, (2, 0), 0):
+            launch({grid: launched.append}, grid, config=SimpleNamespace(launch={}))
+    assert not launched and [step.grid for step in recorder.launches] == [(2, 3), (4, 1)]

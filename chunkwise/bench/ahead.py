@@ -55,7 +55,7 @@ def _ours(op: str, shape: str, dtype: str) -> list[Launch]:
         x = draw(c, META)
         for grad in (False,) if c.decode else (False, True):
             given = {n: t.detach().requires_grad_(grad) for n, t in x.x.items()}
-            call(c.member, given, grad, form=c.form, initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu)
+            call(c.member, given, grad, form=c.form, initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu, **x.options)
 
     return hear(run)
 
@@ -72,7 +72,7 @@ def _theirs(name: str, op: str, shape: str, dtype: str) -> list[Launch]:
             w.step()
 
     try:
-        why = module.available() or module.supports(c)
+        why = library.lacking(module, c)
         found = [] if why else hear(run)
     except Exception as error:
         found, why = [], reason(error)

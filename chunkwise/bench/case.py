@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ GRID: dict[str, dict[str, Any]] = {  # what else a member meets: docs/speed.md
     "float32": dict(B=2, T=2048, H=16, HV=16, K=128, V=128, dtype="float32"),
 }
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-GATES = ("slow", "fast")
+GATES = ("slow", "fast", "raw")
 HALF = torch.bfloat16
 POOLS = {"float32": (torch.float32, False), "bfloat16": (HALF, False), "float32-vk": (torch.float32, True), "bfloat16-vk": (HALF, True)}
 
@@ -55,7 +56,7 @@ class Case:
     V: int
     N: int
     dtype: str
-    gates: str  # slow: logsigmoid(normal) / 16, a quarter of the heads never forget; fast: logsigmoid(normal)
+    gates: str  # slow: logsigmoid(normal) / 16, a quarter of the heads never forget; fast: logsigmoid(normal); raw: see `_raw`
     pool: str = ""  # a step of chunkwise.decode in a pool of such states, -vk: values first
 
     @property
@@ -90,7 +91,9 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if gates not in GATES:
-        raise ValueError(f"gates must be slow or fast, got {gates!r}")
+        raise ValueError(f"gates must be slow, fast or raw, got {gates!r}")
+    if gates == "raw" and not _raw_options(all_ops()[op]):
+        raise ValueError(f"gates cannot be raw: {op} prepares nothing itself")
     N = 0
     if shape in SHAPES:
         sizes = SHAPES[shape]
@@ -130,6 +133,7 @@ class Inputs(NamedTuple):
     do: Tensor  # [B, T, HV, V], the incoming gradient
     S0: Tensor | None  # the state [N, HV, K, V], when decoding
     cu: Tensor | None  # cu_seqlens [N + 1]
+    options: Mapping[str, Any] = MappingProxyType({})  # of the member's function: what is raw
 
 
 def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -143,6 +147,7 @@ def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
             heads = axes.index("HV" if "HV" in axes else "H")
             x[n].movedim(heads, 0)[3::4] = 0
     x = op.couple(x)
+    options = _raw(c, x) if c.gates == "raw" else {}
     for n, arg in op.args.items():
         scalar = arg.axes.split()[-1] in ("H", "HV") and arg.draw is log_decay
         x[n] = x[n].to(wide if scalar else c.torch_dtype)
@@ -150,7 +155,27 @@ def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
     S0 = op.draw_state(c.sizes, c.N or c.B, dtype=wide, device=device) if c.decode else None
     S0 = S0.to(POOLS[c.pool][0]) if S0 is not None and c.pool else S0
     cu = packed(c, seed)
-    return Inputs(x, do, S0, None if cu is None else cu.to(device))
+    return Inputs(x, do, S0, None if cu is None else cu.to(device), options)
+
+
+def _raw_options(op: Op) -> list[str]:
+    return [n for n in op.defaults if n.startswith("use_")]
+
+
+def _raw(c: Case, x: dict[str, Tensor]) -> dict[str, Any]:
+    """Options that leave all they can to the function, and x as a layer's projections make it: keys of length sqrt(K), write strengths and
+    gates of both signs, these with a time scale A of 1 to 16 and a bias of steps of 0.001 to 0.1, as Mamba-2 begins with."""
+    options: dict[str, Any] = dict.fromkeys(_raw_options(c.member), True)
+    for n in ("q", "k"):
+        x[n] = x[n] * c.K**0.5
+    if "use_beta_sigmoid_in_kernel" in options:
+        x["beta"] = torch.logit(x["beta"].clamp(0.01, 0.99))
+    if "use_gate_in_kernel" not in options:
+        return options
+    x["g"] = -(-x["g"]).expm1().log()  # what it is the logsigmoid of
+    spread = torch.linspace(0, 1, c.HV, device=x["g"].device)
+    step = torch.linspace(-6.9, -2.3, x["g"].shape[2:].numel(), device=x["g"].device).exp()
+    return {**options, "A_log": (1 + 15 * spread).log(), "dt_bias": step.expm1().log()}
 
 
 def packed(c: Case, seed: int = 0) -> Tensor | None:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     from . import measure, peer
 
     module = None if name == OURS else peer.peers()[name]
-    why = module and (module.available() or module.supports(c))
+    why = module and peer.lacking(module, c)
     if why:
         sys.exit(why)
     work = measure.ours(c, x) if module is None else peer.work(module, c, x)

@@ -62,7 +62,7 @@ def ours(c: Case, x: Inputs) -> Work:
     if c.pool and x.S0 is not None:
         return step(c, x, x.S0)
     return library.torch_work(
-        lambda t: c.member(t, form=c.form, initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu), x
+        lambda t: c.member(t, form=c.form, initial_state=x.S0, output_final_state=x.S0 is not None, cu_seqlens=x.cu, **x.options), x
     )
 
 
@@ -76,7 +76,7 @@ def step(c: Case, x: Inputs, S0: Tensor) -> Work:
         slots[index.long()] = S0.mT if v_first else S0
 
     def forward() -> dict[str, Tensor]:
-        return {"o": decode(c.member, x.x, slots, index, state_v_first=v_first), "S": slots}
+        return {"o": decode(c.member, x.x, slots, index, state_v_first=v_first, **x.options), "S": slots}
 
     def read(made: dict[str, Tensor]) -> dict[str, Tensor]:
         S = made["S"][index.long()]
@@ -95,6 +95,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "chunkwise::decode":
             self.seen = [{"backend": "kernels", "plan": "decode", "chunk": 0}]
+        if func.name() == "chunkwise::raw":
+            self.seen = [{"backend": "kernels", "plan": "raw", "chunk": next(x for x in args if type(x) is int)}]
         if func.name() == "chunkwise::forward":
             given = {**dict(zip((a.name for a in func._schema.arguments), args)), **(kwargs or {})}
             one = {"backend": "torch" if given["plan"] in TORCH else "kernels", "plan": given["plan"], "chunk": given["chunk"]}
@@ -209,7 +211,7 @@ class Bench:
             self._first(OURS, works[OURS])
         for name in self.peers:
             module = library.peers()[name]
-            why = self.absent.get(name) or module.available() or module.supports(self.c)
+            why = self.absent.get(name) or library.lacking(module, self.c)
             if not why:
                 try:
                     made = library.work(module, self.c, x)

@@ -31,6 +31,10 @@ class Part:
                 t = t.index_select(i, chosen.to(t.device))
         return t
 
+    def of_heads(self, t: Tensor, HV: int) -> Tensor:
+        """Numbers of value heads, one after the other: [HV * n]."""
+        return self.pick(t.unflatten(0, (HV, -1)), "HV").flatten()
+
 
 def part(c: Case) -> Part:
     """Which: the first and the last row, then heads spread evenly. Where a head's number is its gate, all heads."""
@@ -53,9 +57,10 @@ def solve(c: Case, x: Inputs, backward: bool, p: Part, dtype: torch.dtype) -> di
     op = c.member
     wide = {n: torch.promote_types(t.dtype, dtype) if dtype == torch.float64 else t.dtype for n, t in x.x.items()}
     leaves = {n: p.pick(t, op.args[n].axes).to(wide[n]).detach().requires_grad_(backward) for n, t in x.x.items()}
+    own = {n: p.of_heads(t, c.HV) if isinstance(t, Tensor) else t for n, t in x.options.items()}
     S0 = None if x.S0 is None else p.pick(x.S0, op.state).to(torch.promote_types(dtype, torch.float32))
     with torch.set_grad_enabled(backward):
-        o, S = op(leaves, backend="torch", form="chunk", initial_state=S0, output_final_state=S0 is not None, cu_seqlens=x.cu)
+        o, S = op(leaves, backend="torch", form="chunk", initial_state=S0, output_final_state=S0 is not None, cu_seqlens=x.cu, **own)
     made = {"o": o.detach(), **({} if S is None else {"S": S.detach()})}
     if backward:
         d = torch.autograd.grad(o, list(leaves.values()), p.pick(x.do, "B T HV V").to(o.dtype), allow_unused=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..spec import Output, Streams
 from .dispatch import run
 from .library import PLAIN, Pass, busy, trim, watched
+from .problem import given
 from .prologue import prologue
-from .raw import asks
+from .raw import Prepared, asks, handed
 from .tape import Taped
 
 if TYPE_CHECKING:
@@ -106,15 +107,17 @@ class Kept(Generic[Some]):
 class Decided(Decision):
     """A call of one pass, but for its tensors."""
 
-    def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass) -> None:
-        self.name, self.names, self.lower, self.made = op.name, tuple(inputs), op.lower or Streams, made.seated()
+    def __init__(self, op: Op, inputs: Mapping[str, Any], o: Mapping[str, Any], made: Pass | Prepared) -> None:
+        self.op, self.names, self.lower = op, tuple(inputs), op.lower or Streams
+        self.made: Any = made.seated()
         self.settings, self.many = {n: o[n] for n in op.settings}, len(inputs)
         self.raw = {n: None if n in TENSORS else x for n, x in o.items()} if any(asks(o)) else None
         self.turn, self.order = bool(o["state_v_first"]), None
         if self.lower is Streams and self.raw is None and not self.settings:  # the inputs are the streams; the last one there is None
             self.order = itemgetter(*(self.names.index(n) if n in self.names else self.many for n in Streams._fields))
-        straight = getattr(made.plan, "straight", None)  # without it, what a plan does may depend on numbers, or goes past PyTorch
-        self.taped = Taped(self.run) if straight is not None and not made.grad and straight(made.p) else None
+        # without `straight`, what a plan does may depend on numbers, or goes past PyTorch
+        straight = getattr(made.plan, "straight", None) if isinstance(made, Pass) and not made.grad else None
+        self.taped = Taped(self.run) if straight is not None and straight(made.p) else None
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Output:
         call = self.run if self.taped is None or torch.is_autocast_enabled("cpu") else self.taped
@@ -127,16 +130,23 @@ class Decided(Decision):
 
     def run(self, *tensors: Any) -> Output:
         x, S0 = tensors[: self.many], tensors[self.many]
+        beside: list[Any] = []
         if self.order is not None:
             x = self.order((*x, None))
         else:
             named: Mapping[str, Any] = dict(zip(self.names, x))
-            if self.raw is not None:
-                named = prologue(self.name, named, {**self.raw, **dict(zip(TENSORS[1:], tensors[self.many + 1 :]))})
-            x = self.lower(**named, **self.settings)
+            options = None if self.raw is None else {**self.raw, **dict(zip(TENSORS[1:], tensors[self.many + 1 :]))}
+            if isinstance(self.made, Prepared):
+                if self.op.raw is None and not self.turn:
+                    known = self.made.known(self.lower(**named, **self.settings), S0, tensors[self.many + 1 :])
+                    if known is not None:
+                        return known
+                x, *beside = given(handed(self.op, named, given(options)))
+            else:
+                x = self.lower(**(named if options is None else prologue(self.op.name, named, options)), **self.settings)
         if not self.turn:
-            return self.made(*x, S0)
-        o, ST = self.made(*x, None if S0 is None else S0.mT)
+            return self.made(*x, S0, *beside)
+        o, ST = self.made(*x, None if S0 is None else S0.mT, *beside)
         return o, None if ST is None else ST.mT
 
 
@@ -165,7 +175,7 @@ def call(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Outpu
 def _first(op: Op, inputs: Mapping[str, Any], options: Mapping[str, Any], key: Any) -> Output:
     """All that a call has to check and to decide."""
     o = op.whole(options)
-    passes: list[Pass] = []
+    passes: list[Pass | Prepared] = []
     out = run(op, inputs, op.check(inputs), o, passes=passes)
     numbers = any(isinstance(x, Tensor) and n not in TENSORS for n, x in options.items())  # offsets, say, are looked at every time
     if key is not None and len(passes) == 1 and op.passes is None and not numbers:

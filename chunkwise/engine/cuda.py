@@ -60,7 +60,7 @@ class Ready(NamedTuple):
     """A kernel with its parameters in the driver's order."""
 
     function: int
-    grid: int
+    grid: tuple[int, int]
     threads: int
     shared: int
     parameters: tuple[Place | Map | bytes, ...]
@@ -185,7 +185,7 @@ def board(launches: Sequence[Ready], pieces: int, inputs: int) -> Any:
     return player().board(
         start, move, pieces, inputs, memory,
         b"".join(struct.pack("3q", x.base, x.offset, at) for x, at in addresses), len(maps),
-        b"".join(struct.pack("3I3q", r.grid, r.threads, r.shared, r.function, at, len(r.parameters)) for r, at in zip(launches, first)),
+        b"".join(struct.pack("4I3q", *r.grid, r.threads, r.shared, r.function, at, len(r.parameters)) for r, at in zip(launches, first)),
         b"".join(struct.pack("q", where[x]) for r in launches for x in r.parameters),
     )  # fmt: skip
 

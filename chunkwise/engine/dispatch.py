@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..spec import BY_CHUNKS, Form, Gate, Output, Rule, Streams
-from . import library
 from .problem import given
 from .prologue import check_prologue, prologue
 
@@ -146,13 +145,13 @@ def _check_state(op: Op, S0: Any, shape: tuple[int, ...], v_first: bool, device:
 
 def run(
     op: Op, inputs: Mapping[str, Tensor | None], sizes: Mapping[str, int], o: Mapping[str, Any], choose: Any = choose,
-    slots: Sequence[int] | None = None, passes: list[library.Pass] | None = None,
+    slots: Sequence[int] | None = None, passes: list[Any] | None = None,
 ) -> Output:  # fmt: skip
     """A public call: options checked, prologue, lowering, the member's passes, and the pair the caller gets.
 
     slots: the initial state is a pool of states, which move on in place. passes: is told what was decided.
     """
-    from .raw import asks, recurrent_form
+    from .raw import asks, raw_form
     from .scan import Scan
 
     op.check_settings(o)
@@ -174,7 +173,7 @@ def run(
         S0 = S0.mT if o["state_v_first"] else S0
     asked = (o["form"], o["backend"], o["chunk_size"], o["precision"], inverse, o["scale"], bool(o["output_final_state"]))
     scan = Scan(op, choose, *asked, cu, cpu, slots, passes)
-    made = recurrent_form(scan, inputs, S0, o) if device.type != "cpu" else None
+    made = raw_form(scan, inputs, S0, o) if device.type != "cpu" else None
     if made is None:
         ready = prologue(op.name, inputs, o) if any(asks(o)) else inputs
         x = {**ready, **{n: o[n] for n in op.settings}}

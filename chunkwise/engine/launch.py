@@ -69,8 +69,7 @@ def heard() -> bool:
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], *args: Any, config: Config, **switches: Any) -> None:
-    """kernel[grid](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order. What
-    has a grid of two numbers cannot be recorded."""
+    """kernel[grid](*args, **switches) with the config's warps and stages; args: all that are no switches, in the kernel's order."""
     if HERE.recorder is not None:
         HERE.recorder.launch(kernel, grid, args, switches, config)
         return

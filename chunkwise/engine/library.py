@@ -337,7 +337,7 @@ def recurrence(
     final: bool,
     grad: bool,
     slots: Sequence[int] | None = None,
-    passes: list[Pass] | None = None,
+    passes: list[Any] | None = None,
 ) -> Output:
     """A pass of the engine: o [B, T, HV, V], and the last state [N, HV, K, V] if `final`; differentiable if `grad`.
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from ..spec import Gate, Rule, Streams
 from . import cuda
 from . import stages_triton as stages
+from . import stages_triton_inverse as inverse
 from . import stages_triton_output as rows
 from .cut import longest, side_by_side
 from .problem import Problem, given
+from .raw import readied
 from .stages_triton_split import carried_entries, carried_room
 
 
@@ -77,7 +79,7 @@ def scores_of(
     p: Problem, x: Streams, at: stages.Index, saved: Tensor | None, into: Tensor | None = None, tokens: Tensor | None = None
 ) -> tuple[Tensor | None, stages.Decayed | None]:
     """What can be saved, [kept, B, T, HV, C], and for gates per key the decayed operands of the scan. into: where what is saved goes;
-    tokens: as of `stages.inverse`."""
+    tokens: as of `inverse.inverse`."""
     if _is_affine(p.rule, p.bonus):
         from .stages_triton_affine import affine
 
@@ -87,7 +89,7 @@ def scores_of(
 
         return scores(p, x, at, saved, into, tokens)
     if saved is None and p.rule is Rule.DELTA:
-        saved = stages.inverse(p, x, at, None if into is None else into[0], tokens)[None]
+        saved = inverse.inverse(p, x, at, None if into is None else into[0], tokens)[None]
     return saved, None
 
 
@@ -124,12 +126,19 @@ def forward(p: Problem, x: Streams, S0: Tensor | None, *, final: bool, save: boo
         saved, into, room = _parts(p, None, x.q.device if save else None)
         if stages.by_chunks(p):
             return *rows.forward(p, x, S0, final=final, room=room), saved
-        tokens = stages.token_room(p, at, x.q.device)
+        tokens = inverse.token_room(p, at, x.q.device)
         part, rest = stages.binary(p) if p.gate is Gate.KEY else (p, 1.0)
         matrices, decayed = scores_of(part, x, at, None, into, tokens)
         T = _inverse(p, matrices)
         made = stages.state_pass(part, x, at, S0, T=T, decayed=decayed, final=final, output=True, room=room, tokens=tokens, rest=rest)
     return given(made.o), made.ST, saved
+
+
+def whole(p: Problem, x: Streams, S0: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+    """`forward` of streams that may be raw, which keeps nothing."""
+    with on_device(x.q):
+        p, x = readied(p, x)
+    return forward(p, x, S0, final=final, save=False)[:2]
 
 
 def backward(
@@ -165,7 +174,7 @@ def backward(
         T, add, chunked, wide = _inverse(p, matrices), p.rule is Rule.ADD, stages.by_chunks(p, back=True), stages.gathered(p, x)
         if stages.by_chunks(p):
             p = part = replace(p, C=stages.SCANNED)
-        tokens = stages.tokens(p, x, at)
+        tokens = inverse.tokens(p, x, at)
         at, every = at if wide is p else stages.index(wide), wide.C // p.C
         there = stages.state_pass(p, x, at, S0, T=T, decayed=decayed, store=every, carried=carried, tokens=tokens)
         back = stages.state_pass(

@@ -18,7 +18,7 @@ typedef struct { /* an address: so many bytes into one of the call's pieces of m
 } Place;
 
 typedef struct {
-    unsigned grid, threads, shared;
+    unsigned grid[2], threads, shared;
     void *function;
     int64_t first, count; /* of its parameters among all */
 } Launch;
@@ -126,7 +126,7 @@ static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         parameter[i] = memory + b->parameter[i];
     for (long i = first; i < last && !result; i++) {
         const Launch *l = b->launch + i;
-        Shape shape = {{l->grid, 1, 1}, {l->threads, 1, 1}, l->shared, stream, NULL, 0};
+        Shape shape = {{l->grid[0], l->grid[1], 1}, {l->threads, 1, 1}, l->shared, stream, NULL, 0};
         result = b->start(&shape, l->function, parameter + l->first, NULL);
     }
     Py_END_ALLOW_THREADS;

@@ -28,13 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..spec import EXTRA_SIZES, Op, all_ops, extent
 from .crew import Crew
-from .cut import LONG
 from .decode import decode, step
 from .dispatch import CHUNKS, INVERSES, choose, run
 from .library import BESIDE, STREAMS, resolve
 from .measured import cards
 from .plan import BACKWARD_KERNELS, KERNELS
-from .raw import recurrent
+from .raw import made
+from .way import LOADS, WAYS, Way
 
 
 class Target(NamedTuple):
@@ -56,36 +56,6 @@ TARGETS = {
     "gfx942": Target("hip", "gfx942", 64, 64 << 10),  # MI300
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class Way(NamedTuple):
-    """How a member is called, as far as it decides what is built."""
-
-    grad: bool
-    initial: bool  # from a given state
-    final: bool  # with the last state
-    tokens: int = 0  # so many; 0: as the load says
-    pool: bool = False  # the states are in a pool: chunkwise.decode
-    drafts: bool = False  # of which some may be rejected: after each other, and as a tree
-    form: str = "auto"  # of members that have it
-
-
-WAYS = {
-    "training": Way(True, False, False),
-    "training with states": Way(True, True, True),
-    "prefill": Way(False, False, True),
-    "continuation": Way(False, True, True),
-    "one token": Way(False, True, True, 1),
-    "first token": Way(False, False, True, 1),
-    "decoding": Way(False, True, True, 1, pool=True),
-    "parallel training": Way(True, False, False, form="parallel"),
-    "parallel training with states": Way(True, True, True, form="parallel"),
-    "drafting": Way(False, True, True, 2, pool=True, drafts=True),
-}
-# (tokens of a row, value heads, sequences): blocks are narrowed by the heads of all sequences, up to 256; long ones are cut by their tokens
-# and heads. The narrowest band of heads, 67 to 98 of 128 channels, ends at one and a half times what it begins with.
-HEADS = tuple(sorted(n << i for n in (1, 3) for i in range(9) if n << i <= 256))
-LOADS = tuple(x for x in product((LONG // 4, LONG // 2, LONG, 2 * LONG), HEADS, HEADS) if x[1] * x[2] <= HEADS[-1])
 
 
 class Launch(NamedTuple):
@@ -155,8 +125,8 @@ class _Hosts(TorchDispatchMode):
             saved, do, dST, *fixed = args[STREAMS + 1 + BESIDE :]
             plan, p, x = resolve(args[:STREAMS], *args[STREAMS + 1 : STREAMS + 1 + BESIDE])
             plan.backward(replace(p, fixed=any(fixed)), x, args[STREAMS], saved if saved.numel() else None, do, dST)
-        elif func is torch.ops.chunkwise.recurrent.default:
-            recurrent(*args)
+        elif func is torch.ops.chunkwise.raw.default:
+            made(*args)
         elif func is torch.ops.chunkwise.decode.default:
             step(*args)
         return func(*args, **(kwargs or {}))
@@ -180,7 +150,17 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
     if packed:
         options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device="meta")
     S0 = empty(op.state_shape(sizes, N), torch.float32) if way.initial else None
-    call(op, x, way.grad, **{"form": way.form, **options}, initial_state=S0, output_final_state=way.final)
+    raw = _raw(op, x) if way.raw else {}
+    call(op, x, way.grad, **{"form": way.form, **options, **raw}, initial_state=S0, output_final_state=way.final)
+
+
+def _raw(op: Op, x: dict[str, Tensor]) -> dict[str, Any]:
+    """Options that leave to kernels what they can prepare."""
+    raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
+    if "use_gate_in_kernel" in raw:
+        heads = x["g"].shape[2:]
+        raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}
+    return raw
 
 
 def call(op: Op, x: dict[str, Tensor], grad: bool, **options: Any) -> None:
@@ -199,12 +179,8 @@ def _decode_once(op: Op, x: dict[str, Tensor], sizes: dict[str, int], drafts: bo
     hows: tuple[dict[str, Tensor], ...] = (dict(index=index),)
     if drafts:
         hows += (dict(index=table, accepted=index), dict(index=index, into=table, parents=table))
-    raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
-    if "use_gate_in_kernel" in raw:
-        heads = x["g"].shape[2:]
-        raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}
     with _Hosts():
-        for v_first, options, dtype, how in product((False, True), (raw, {}), (torch.float32, torch.bfloat16), hows):
+        for v_first, options, dtype, how in product((False, True), (_raw(op, x), {}), (torch.float32, torch.bfloat16), hows):
             pool = torch.empty(op.state_shape(sizes, sizes["B"]), dtype=dtype, device="meta")
             decode(op, x, pool.mT.contiguous() if v_first else pool, state_v_first=v_first, **how, **options)
 

@@ -89,7 +89,7 @@ class Launch:
     """A kernel, its grid, and its arguments but for the switches: View, Described or a number each."""
 
     kernel: Any
-    grid: int
+    grid: tuple[int, int]
     args: tuple[Any, ...]
     switches: dict[str, Any]
     config: Config
@@ -172,11 +172,10 @@ class Recorder(Listener):
 
     def launch(self, kernel: Any, grid: int | tuple[int, int], args: tuple[Any, ...], switches: dict[str, Any], config: Config) -> None:
         """Note a launch; its kernel is compiled, or found, afterwards."""
-        if not isinstance(grid, int):
-            raise Unfit(f"{kernel} has a grid of two axes")
-        if not grid:
+        across, along = (grid, 1) if isinstance(grid, int) else grid
+        if not across * along:
             return
-        self.steps.append(Launch(kernel, grid, tuple(self._argument(x) for x in args), switches, config, args))
+        self.steps.append(Launch(kernel, (across, along), tuple(self._argument(x) for x in args), switches, config, args))
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, TensorDescriptor):

@@ -17,6 +17,7 @@ from . import elementwise
 from .dispatch import Cell, Choice
 from .library import Pass, recurrence
 from .problem import given
+from .raw import Prepared
 
 
 @dataclass(eq=False, slots=True)  # torch 2.11's compiler asks for the hash of a half-made one; frozen ones cost every call 2 us
@@ -35,7 +36,7 @@ class Scan:
     cu_seqlens: Tensor | None
     cu_seqlens_cpu: Tensor | None
     slots: Sequence[int] | None = None  # the state is a pool: see engine/recurrent.py
-    passes: list[Pass] | None = None  # who wants to know what was decided
+    passes: list[Pass | Prepared] | None = None  # who wants to know what was decided
 
     def __call__(
         self, x: Streams, S0: Tensor | None, *, gate: Gate | None = None, rule: Rule | None = None, scale: float | None = None,

@@ -12,9 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.index import index_kernel
-from ..kernels.inverse import inverse_kernel
 from ..kernels.state_pass import state_pass_kernel
-from ..kernels.token import KINDS, token_kernel
 from ..spec import Gate, Rule, Streams
 from .cut import WHOLE, Cut, long, longest, parted, side_by_side, split
 from .launch import descriptor, launch
@@ -50,31 +48,6 @@ def index(p: Problem) -> Index:
         config=config("index", p),
     )  # fmt: skip
     return Index(slots, chunks, first, most, cuts, tokens)
-
-
-def token_room(p: Problem, at: Index, device: torch.device) -> Tensor | None:
-    """Memory for what the kernel that makes T leaves of each token to scans forwards, fp32, see kernels/token.py: [slots, HV, kinds, C].
-
-    None where scans read gates and strengths themselves: of float32, whose sums have two parts; where no inverse is made; of erase keys,
-    which were not measured.
-    """
-    if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR, Gate.KEY) or p.dtype == torch.float32 or p.erase or p.before:
-        return None
-    kinds = KINDS.value if p.gate is Gate.SCALAR else 1
-    return torch.empty(at.slots, p.HV, kinds, p.C, dtype=torch.float32, device=device)
-
-
-def tokens(p: Problem, x: Streams, at: Index) -> Tensor | None:
-    """The same for the scans of the backward pass, where no inverse is made; None where they gain nothing by it, of up to 128 keys (GDN,
-    H200, S2: 0.80 ms reversed either way), and where it was not measured: gates per key, more than 256 keys."""
-    made = token_room(p, at, x.v.device) if 128 < p.K <= 256 and p.gate is not Gate.KEY else None
-    if made is not None:
-        g, beta = dense(x.g, x.v), dense(x.beta, x.v)
-        launch(
-            token_kernel, at.slots * p.HV, g, beta, chunks(at, x.v), made, p.T, p.HV,
-            C=p.C, GATE=p.gate.value, USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None, config=config("token", p),
-        )  # fmt: skip
-    return made
 
 
 def distance(x: Tensor) -> int | None:
@@ -125,27 +98,6 @@ def switches(p: Problem) -> dict[str, object]:
     scalar = p.gate in (Gate.HEAD, Gate.SCALAR)
     split = scalar and p.dtype == torch.float32
     return dict(K=p.K, C=p.C, GATE=p.gate.value, PACKED=p.cu_seqlens is not None, SPLIT=split, IP=products(p))
-
-
-def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-    """Stage `inverse` (delta; no gate per key): T of every chunk, [B, T, HV, C]: row t holds the columns of t's chunk.
-
-    into: where it goes; tokens: where what the scans ask of each token goes.
-    """
-    c = config("inverse", p)
-    (k, e), sk = alike(x.k, x.k if x.e is None else x.e)
-    T = torch.empty(p.B, p.T, p.HV, p.C, dtype=p.dtype, device=k.device) if into is None else into
-    others = dense(x.g, k), dense(x.beta, k), chunks(at, k)
-    tma, made = c.tma and can_describe(p, (k, sk), (e, sk)), T
-    if tma:
-        e, k = (described(t, sk, p.C, c.BK) for t in (e, k))
-        made = described(T, p.HV * p.C, p.C, p.C)
-    launch(
-        inverse_kernel, at.slots * p.HV, e, k, *others, made, T if tokens is None else tokens, sk, p.T, p.HV,
-        BK=c.BK, GROUP=p.HV // p.H, USE_BETA=x.beta is not None, ERASE=x.e is not None, TOKENS=tokens is not None, BEFORE=p.before,
-        TMA=tma, IPT=solves(p), **switches(p), config=c,
-    )  # fmt: skip
-    return T
 
 
 def dense(x: Tensor | None, unused: Tensor) -> Tensor:
@@ -373,7 +325,7 @@ def scan(
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
         OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, PARTED=parts, REVERSE=reverse, STORE=store, TURNED=turned,
-        ACROSS=turned and p.gate is Gate.HEAD and same, TMA=tma, TOKENS=tokens is not None,
+        ACROSS=turned and p.gate is Gate.HEAD and same, TMA=tma, TOKENS=tokens is not None, NORM=p.normed,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

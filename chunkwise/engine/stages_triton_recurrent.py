@@ -11,10 +11,9 @@ from triton import knobs
 
 from ..kernels.recurrent import recurrent_kernel
 from ..kernels.slot import slot_kernel
-from ..spec import Gate, Raw, Streams
+from ..spec import NOTHING, Gate, Raw, Streams
 from .launch import launch
 from .problem import Problem
-from .raw import NOTHING
 from .stages_triton import dense, rows
 from .tune import card, config, padded
 

@@ -6,7 +6,8 @@ Products add up block by block, entry by entry, and are summed over a block's ke
 import triton
 import triton.language as tl
 
-from .exact import exp, left_over, sigmoid, softplus
+from .exact import exp, left_over
+from .ready import activated
 
 
 @triton.jit
@@ -136,13 +137,8 @@ def unit(b_x, NORM: tl.constexpr):
 
 @triton.jit
 def forgets(b_g, A, b_bias, bound, RAW: tl.constexpr):
-    """e^g in fp32 of a log decay, or of a raw gate: "softplus" g = -A softplus(g + bias), "bounded" g = bound sigmoid(A (g + bias))."""
-    b_g = b_g.to(tl.float32)
-    if RAW == "softplus":
-        b_g = -A * softplus(b_g + b_bias)
-    elif RAW == "bounded":
-        b_g = bound * sigmoid(A * (b_g + b_bias))
-    return exp(b_g)
+    """e^g in fp32 of a log decay, or of a raw gate."""
+    return exp(activated(b_g.to(tl.float32), A, b_bias, bound, RAW))
 
 
 @triton.jit

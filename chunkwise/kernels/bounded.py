@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .inverse import invert
 from .score import gate_parts, gate_sums, load_sets
-from .tile import chunk_place, dense_place, load_chunk, log2_gate, store_chunk
+from .tile import chunk_place, column_sums, dense_place, load_chunk, log2_gate, store_chunk
 from .token import store_tokens, token_place
 
 
@@ -67,7 +67,7 @@ def score_bounded_kernel(
             o_last = tl.where(o_c == C - 1, 0, K)  # the others' rows are not stored
             tl.store(p_decay + (o_last[:, None] + o_k[None, :]), b_G, mask=o_last[:, None] + o_k[None, :] < K)
         else:
-            tl.store(p_decay + o_k, tl.sum(log2_gate(b_g), 0), mask=o_k < K)
+            tl.store(p_decay + o_k, column_sums(log2_gate(b_g)), mask=o_k < K)
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
         b_low = tl.minimum(b_low, tl.min(b_G, 1))
         if PAIRS:

@@ -1,5 +1,7 @@
 """T = (I - M_rw)^-1 of every chunk, with M_rw = -beta_i (e_i . k_j) e^(G_i - G_j) strictly below the diagonal.
 
+NORM, of raw keys, with r = 1 / |k|: M_rw of unit keys, r_i k_i; for scans that read k and |k| v in place of v, T_ij r_i beta_j r_j.
+
 Blocks of doubling size: T_2s = [[T11, 0], [T22 M21 T11, T22]] from 1 up to C. That is back substitution, grouped: every factor is
 an inverse or a block of M, no power of M is formed, so keys that are all alike (M close to -1 everywhere) cost no accuracy.
 Only blocks on and below the diagonal are computed. A product takes 16 rows at least: up to 8, two blocks lie one under the other.
@@ -8,8 +10,9 @@ Only blocks on and below the diagonal are computed. A product takes 16 rows at l
 import triton
 import triton.language as tl
 
-from .tile import chunk_place, decay_sums, dense_place, early_sums, load_chunk, load_gate, pair_decay
-from .token import store_tokens, token_place
+from .ready import over_length, ready_gate, ready_strength
+from .tile import chunk_place, decay_sums, dense_place, early_sums, load_chunk, load_gate, load_strength, pair_decay
+from .token import BETA, last_kind, store_tokens, token_place
 
 
 @triton.jit
@@ -165,14 +168,16 @@ def invert(b_M, IP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "HV"])
 def inverse_kernel(
-    e, k, g, beta, chunks, Tinv, tokens,  # e, k: token rows; g, beta: [B*T, HV]; Tinv: [B*T, HV, C]
-    sk, T, HV,  # rows of e and k are sk apart
+    e, k, g, beta, A_log, dt_bias, lengths, chunks, Tinv, tokens,  # e, k: token rows; g, beta: [B*T, HV]; Tinv: [B*T, HV, C]
+    sk, T, HV, bound, strength,  # rows of e and k are sk apart; of raw gates, and what raw strengths are multiplied by
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     GATE: tl.constexpr, USE_BETA: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
     ERASE: tl.constexpr,  # e is not k
     TMA: tl.constexpr,  # e, k and Tinv are descriptors of [B, heads, T, columns], not pointers
     TOKENS: tl.constexpr,  # `tokens` is filled: see token.py
     BEFORE: tl.constexpr,  # e reads before its token forgets
+    NORM: tl.constexpr,  # q and k are raw, 1 / |q| in lengths [B*T, heads]; as are what these say: see ready.py
+    RAW: tl.constexpr, BIAS: tl.constexpr, SIGMOID: tl.constexpr,
     IP: tl.constexpr,  # of the products of e and k
     IPT: tl.constexpr,  # of the fp32 products that make T
 ):  # fmt: skip
@@ -190,11 +195,15 @@ def inverse_kernel(
         if ERASE:
             b_e = load_chunk(e, row, sk, i_b, i_hv // GROUP, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
         b_M = tl.dot(b_e, tl.trans(b_k), b_M, input_precision=IP)
+    if NORM:
+        b_rk = over_length(tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_M, 0.0), 1))
+        b_rq = tl.load(lengths + (row + o_c) * (HV // GROUP) + i_hv // GROUP, mask=m_c, other=0.0)  # [C]
+        b_M *= b_rk[:, None] * b_rk[None, :]
     m_low = o_c[:, None] > o_c[None, :]
     if GATE == "none":
         b_M = tl.where(m_low, b_M, 0.0)
     else:
-        b_g = load_gate(g, row, HV, i_hv, o_c, L, GATE)
+        b_g = ready_gate(load_gate(g, row, HV, i_hv, o_c, L, GATE), A_log, dt_bias, bound, i_hv, m_c, RAW, BIAS)
         b_G, b_F = decay_sums(b_g, o_c, L, GATE, SPLIT)  # [C]
         b_Ge, b_Fe = b_G, b_F
         if BEFORE:
@@ -202,15 +211,26 @@ def inverse_kernel(
         b_M *= pair_decay(b_Ge[:, None], b_Fe[:, None], b_G[None, :], b_F[None, :], m_low, SPLIT)
     if USE_BETA:
         b_beta = tl.load(beta + (row + o_c) * HV + i_hv, mask=m_c, other=0.0).to(tl.float32)  # [C]
+        b_beta = ready_strength(b_beta, strength, m_c, SIGMOID)
         b_M *= b_beta[:, None]
     else:
         b_beta = tl.where(m_c, 1.0, 0.0)
     if TOKENS:
-        p_t = token_place(tokens, i_slot, i_hv, HV, C, GATE)
+        p_t = token_place(tokens, i_slot, i_hv, HV, C, GATE, NORM)
         if GATE == "none":
             b_G = 0.0
-        store_tokens(p_t, b_beta, b_G, o_c, C, GATE)
+        if NORM:
+            tl.store(p_t + last_kind(GATE) * C + o_c, b_rq)
+            store_tokens(p_t, tl.where(m_c, tl.div_rn(1.0, b_rk), 0.0), b_G, o_c, C, GATE)
+        else:
+            store_tokens(p_t, b_beta, b_G, o_c, C, GATE)
     b_T = invert(-b_M, IPT)  # [C, C]
+    if NORM:  # read once more: they would wait in registers, of which a program of one warp has few
+        tl.debug_barrier()
+        b_long = tl.load(p_t + BETA * C + o_c)
+        b_rk = tl.where(m_c, tl.div_rn(1.0, b_long), 0.0)
+        b_beta = load_strength(beta, row, HV, i_hv, o_c, L, USE_BETA).to(tl.float32)
+        b_T *= b_rk[:, None] * (ready_strength(b_beta, strength, m_c, SIGMOID) * b_rk)[None, :]
     if TMA:
         Tinv.store([i_b, i_hv, t, 0], tl.reshape(b_T.to(Tinv.dtype), [1, 1, C, C]))
     else:

@@ -61,6 +61,7 @@ def state_pass_kernel(
     PARTED: tl.constexpr,  # added, no ENDS: 1, a piece a program; 2, all pieces of a sequence; 0: the state is not kept in two parts
     STORE: tl.constexpr,  # the state of every so many chunks, and X; 0: nothing
     TOKENS: tl.constexpr,  # g and beta are read as they were made ready, see token.py
+    NORM: tl.constexpr,  # with TOKENS, forwards: q and k are raw
     TURNED: tl.constexpr,  # v has the key heads, q and k the value heads; S0 and the states between pieces are turned too
     ACROSS: tl.constexpr,  # turned: decays multiply what they do in scans that are not, whose states between pieces these have
     SPLIT: tl.constexpr, IP: tl.constexpr,
@@ -195,7 +196,7 @@ def state_pass_kernel(
         t = c * C
         if TOKENS:  # each row is asked for where it is used: it is in shared memory by then, and costs no register
             b_G, b_F = 0.0, 0.0
-            p_t = token_place(tokens, slot + c, i_hv, HV, C, GATE)
+            p_t = token_place(tokens, slot + c, i_hv, HV, C, GATE, NORM)
             if DECAY:
                 b_all = tl.load(p_t + token.START * C + C - 1)
         elif PAIRED:
@@ -331,7 +332,7 @@ def state_pass_kernel(
             if DELTA:
                 if DECAY:
                     b_x *= b_early[None, :]
-                b_x = (b_v.to(tl.float32) - b_x) * b_beta[None, :]
+                b_x = b_v.to(tl.float32) * b_beta[None, :] - b_x if NORM else (b_v.to(tl.float32) - b_x) * b_beta[None, :]
                 b_w = tl.dot(b_x.to(dtype), tl.trans(b_T), input_precision=IP)  # [BV, C]
                 if STORE:
                     store_chunk(X, b_w.to(dtype), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
@@ -341,6 +342,8 @@ def state_pass_kernel(
                 b_o = tl.dot(b_w.to(dtype), b_M, b_o, input_precision=IP)
                 if KEY and not CORRECTS:
                     b_o *= rest
+                if NORM:
+                    b_o *= tl.load(p_t + token.last_kind(GATE) * C + o_c)[None, :]
                 store_chunk(o, b_o.to(made), row, HV, i_n, i_hv, t, o_c, col, L, V, C, BV, TMA)
             if TOKENS and DECAY:
                 b_end = tl.load(p_t + token.END * C + o_c)

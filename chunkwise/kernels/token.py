@@ -1,7 +1,10 @@
 """What scans forwards of the delta rules ask of each token besides its rows: made once, chunk by chunk, by the kernel that makes T.
 
-fp32 [KINDS, C] a (slot, value head), of rows past the end too; without scalar gates beta alone. A scan has one program for each block of
-values and the whole sequence: there sums, exponentials and strided addresses of 64 numbers cost more than a product.
+fp32 [KINDS, C] a (slot, value head), of rows past the end too; without scalar gates beta alone. NORM, of raw keys and queries: in beta's
+place |k|, which multiplies v, as T has all else that brings keys to unit length (inverse.py); last 1 / |q|, for outputs.
+
+A scan has one program for each block of values and the whole sequence: there sums, exponentials and strided addresses of 64 numbers cost
+more than a product.
 
 Between tokens of a chunk e^(G_i - G_j) is a product of factors, e^G_i e^-G_j, where the reader keeps more than 2^NEAR of the chunk's
 first state. That is decided for each reader by its own G, so that no later token changes its bits.
@@ -22,10 +25,16 @@ KINDS = tl.constexpr(6)
 ALL_NEAR = tl.constexpr(2.0**-99.5)  # of e^(G_C): above it no token is far, rounding included
 
 
+@triton.constexpr_function
+def last_kind(GATE):
+    """Where 1 / |q| is."""
+    return KINDS.value if GATE == "scalar" else 1
+
+
 @triton.jit
-def token_place(tokens, i_slot, i_hv, HV, C: tl.constexpr, GATE: tl.constexpr):
+def token_place(tokens, i_slot, i_hv, HV, C: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr = False):
     """Where those of a chunk begin."""
-    return tokens + (i_slot * HV + i_hv) * ((KINDS if GATE == "scalar" else 1) * C)
+    return tokens + (i_slot * HV + i_hv) * ((last_kind(GATE) + NORM) * C)
 
 
 @triton.jit

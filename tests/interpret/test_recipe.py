@@ -39,7 +39,7 @@ def again(program, tensors):
         if isinstance(step, Operator):
             step(have, torch.device("cpu"))
         else:
-            step.kernel[(step.grid,)](*(given(x, have, program.room) for x in step.args), **step.switches, **step.config.launch)
+            step.kernel[step.grid](*(given(x, have, program.room) for x in step.args), **step.switches, **step.config.launch)
     return program.results(have)
 
 

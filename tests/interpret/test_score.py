@@ -8,7 +8,8 @@ from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk, plan_triton, stages_triton_score
 from chunkwise.engine import stages_torch as oracle
-from chunkwise.engine.stages_triton import index, token_room
+from chunkwise.engine.stages_triton import index
+from chunkwise.engine.stages_triton_inverse import token_room
 from chunkwise.spec import Gate, Rule, Streams
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from chunkwise import draw
-from chunkwise.engine import chunk, plan_triton, stages_triton
+from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_inverse
 from chunkwise.engine import cut as cuts
 from chunkwise.engine.cut import even
 from chunkwise.engine.dispatch import DIGITS
@@ -194,7 +194,7 @@ def test_scan_keeps_the_states_chunks_meet_and_the_gradients_they_leave(gate, ru
     S0, dST = (torch.randn(p.N, p.HV, p.K, p.V) for _ in range(2))
     do = torch.randn_like(x.v)
     at = stages_triton.index(p)
-    Tinv = stages_triton.inverse(p, x, at) if rule is Rule.DELTA else None
+    Tinv = stages_triton_inverse.inverse(p, x, at) if rule is Rule.DELTA else None
     there = stages_triton.state_pass(p, x, at, S0, T=Tinv, store=1)
     back = stages_triton.state_pass(p, x, at, dST, T=Tinv, do=do, store=1, output=rule is Rule.ADD, final=True)
     S, dS = (t.view(p.B, -1, p.HV, p.V, p.K).mT for t in (there.S, back.S))
@@ -235,7 +235,7 @@ def test_an_inverse_keeps_the_digits_that_were_asked_for(monkeypatch):
     p, plan = asked(x, Gate.NONE, Rule.DELTA, C=64), chunk.prepare(asked(double(x), Gate.NONE, Rule.DELTA, C=64), double(x))
     truth = plan.c.layout.join(plan.T, torch.float64)
     monkeypatch.setattr(stages_triton, "exact", lambda parts: {2: "bf16x3", 3: "ieee"}[parts])
-    errors = {way: error(stages_triton.inverse(replace(p, inverse=way), x, stages_triton.index(p)), truth) for way in DIGITS}
+    errors = {way: error(stages_triton_inverse.inverse(replace(p, inverse=way), x, stages_triton.index(p)), truth) for way in DIGITS}
     assert all(errors[way] < 2.0 ** -DIGITS[way] for way in ("tf32x3", "bf16x3", "bf16")) and errors["ieee"] < errors["tf32x3"]
     assert all(errors[way] > 2.0 ** -DIGITS[finer] for finer, way in (("tf32x3", "bf16x3"), ("bf16x3", "bf16")))
 
@@ -249,7 +249,7 @@ def test_states_of_every_second_chunk_are_among_those_of_every_chunk(monkeypatch
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     x = streams(Gate.SCALAR, rule, torch.float16, B=2 if cu is None else 1, T=T, H=1, HV=1, K=16, V=16)
     p = asked(x, Gate.SCALAR, rule, cu_seqlens=cu)
-    do, Tinv = torch.randn_like(x.v), stages_triton.inverse(p, x, stages_triton.index(p)) if rule is Rule.DELTA else None
+    do, Tinv = torch.randn_like(x.v), stages_triton_inverse.inverse(p, x, stages_triton.index(p)) if rule is Rule.DELTA else None
     lengths = [T] * p.B if cu is None else cu.diff().tolist()
     chunks = [-(-n // 16) for n in lengths]
     starts = [sum(chunks[:i]) for i in range(len(chunks))]
@@ -284,8 +284,8 @@ def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
     x.g[:, 20:24] = -40.0  # in log2 units 58 a token: beyond reach from the second of them on
     p = asked(x, Gate.SCALAR, Rule.DELTA, cu_seqlens=None if cu is None else torch.tensor(cu))
     at = stages_triton.index(p)
-    room = stages_triton.token_room(p, at, x.q.device).fill_(float("nan"))
-    stages_triton.inverse(p, x, at, None, room)
+    room = stages_triton_inverse.token_room(p, at, x.q.device).fill_(float("nan"))
+    stages_triton_inverse.inverse(p, x, at, None, room)
     starts = [(i, min(16, p.T - i)) for i in range(0, p.T, 16)] if cu is None else [(0, 16), (16, 1), (17, 1), (18, 16), (34, 3)]
     for left, (row, L) in zip(room.view(-1, p.HV, token.KINDS.value, 16), starts):
         g, beta = torch.zeros(p.HV, 16, dtype=torch.float64), torch.zeros(p.HV, 16)

@@ -6,6 +6,7 @@ A peer's file has
     call(c, x: Inputs, tensors) -> (o [B, T, HV, V], state [N, HV, K, V] or None)     differentiable, on PyTorch's tensors
 or, where its tensors are not PyTorch's, `work(c, x) -> Work` in call's place; and may have
     version() -> str
+    RAW = True                                                                        it takes the options of raw streams
     prepare(dtype: str)                                                               before its kernels of that type are built
     truth(c, x, backward, dtype, part) -> results                                     when what it computes is another function
 """
@@ -70,6 +71,13 @@ def work(peer: ModuleType, c: Case, x: Inputs) -> Work:
     if hasattr(peer, "work"):
         return peer.work(c, x)
     return torch_work(lambda tensors: peer.call(c, x, tensors), x)
+
+
+def lacking(peer: ModuleType, c: Case) -> str:
+    """Empty, or why a peer has no part in a case."""
+    if c.gates == "raw" and not getattr(peer, "RAW", False):
+        return "is not asked for raw streams"
+    return peer.available() or peer.supports(c)
 
 
 def installed(package: str, module: str | None = None) -> str:

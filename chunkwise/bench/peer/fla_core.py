@@ -15,6 +15,8 @@ from ...spec import PREFIX, Form
 from ..case import Case, Inputs
 from . import installed
 
+RAW = True
+
 
 def available() -> str:
     why = installed("fla-core", "fla")
@@ -46,6 +48,8 @@ def supports(c: Case) -> str:
         return f"has no {_name(c)}"
     known = inspect.signature(function).parameters
     lacking = [n for n in c.member.args if _argument(n, known) not in known]
+    if c.gates == "raw" and "use_qk_l2norm_in_kernel" not in known:
+        lacking.append("use_qk_l2norm_in_kernel")
     return f"its {_name(c)} takes no {lacking[0]}" if lacking else ""
 
 
@@ -74,5 +78,6 @@ def call(c: Case, x: Inputs, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Ten
         options["normalize"] = False
     if "output_final_state" in known:  # its parallel forms have no states
         options["output_final_state"] = x.S0 is not None
+    options |= x.options  # some go by its **kwargs
     given = {_argument(n, known): t for n, t in tensors.items()}
     return function(**given, **options)
