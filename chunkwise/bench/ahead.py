@@ -22,13 +22,13 @@ META = torch.device("meta")
 
 def ahead(
     arch: str, ops: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], wanted: Sequence[str], jobs: int | None = None,
-    card: str = "", heard: Callable[[Built, int], None] = lambda built, of: None,
+    card: str = "", heard: Callable[[Built, int], None] = lambda built, of: None, gates: str = "slow",
 ) -> tuple[list[Built], dict[str, list[Built]], list[str]]:  # fmt: skip
     """Ours, and each peer's by its name, of every member, shape and dtype, without a gradient and with; and why a side has none of a case.
     Peers' may not fit the card: they are candidates. Raises ValueError for what is unknown or `case` refuses, and for peers of a card
     that is not NVIDIA's; RuntimeError without Triton or under its interpreter."""
     possible(arch, ops, dtypes, card)
-    cases = [case(op, "auto", shape, dtype) for op, shape, dtype in product(ops, shapes, dtypes)]
+    cases = [case(op, "auto", shape, dtype, gates) for op, shape, dtype in product(ops, shapes, dtypes)]
     peers = select(wanted)
     if peers and TARGETS[arch].backend != "cuda":
         raise ValueError(f"precompile: other libraries' kernels are built for NVIDIA's cards, got {arch}")
@@ -38,7 +38,7 @@ def ahead(
         why.extend(launch.name for launch in found if not launch.module)
         return [launch for launch in found if launch.module]
 
-    asked = {(c.op, c.shape, c.dtype): None for c in cases}
+    asked = {(c.op, c.shape, c.dtype, gates): None for c in cases}
     made = build(arch, _ours, list(asked), jobs, heard, card, good)
     others: dict[str, list[Built]] = {name: [] for name in peers}
     for name, dtype in product(peers, dict.fromkeys(c.dtype for c in cases)):
@@ -47,9 +47,9 @@ def ahead(
     return made, others, why
 
 
-def _ours(op: str, shape: str, dtype: str) -> list[Launch]:
+def _ours(op: str, shape: str, dtype: str, gates: str) -> list[Launch]:
     """What our side of a case launches under the driver of this process."""
-    c = case(op, "auto", shape, dtype)
+    c = case(op, "auto", shape, dtype, gates)
 
     def run() -> None:
         x = draw(c, META)
@@ -60,9 +60,9 @@ def _ours(op: str, shape: str, dtype: str) -> list[Launch]:
     return hear(run)
 
 
-def _theirs(name: str, op: str, shape: str, dtype: str) -> list[Launch]:
+def _theirs(name: str, op: str, shape: str, dtype: str, gates: str) -> list[Launch]:
     """What a peer's does; or, in place of a kernel, why it has none."""
-    c, module = case(op, "auto", shape, dtype), library.peers()[name]
+    c, module = case(op, "auto", shape, dtype, gates), library.peers()[name]
 
     def run() -> None:
         x = draw(c, META)._replace(cu=packed(c))  # its hosts read where sequences begin

@@ -27,6 +27,7 @@ def precompile(
     shape: Annotated[
         list[str] | None, typer.Option(help="Instead of heads and ways: what chunkwise bench of this shape launches; again for more; grid.")
     ] = None,
+    gates: Annotated[str, typer.Option(help="With --shape: slow, fast or raw, as for chunkwise bench.")] = "slow",
     peer: Annotated[list[str] | None, typer.Option(help="With --shape: this library's Triton kernels too, for its tuner.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
 ) -> None:
@@ -44,8 +45,8 @@ def precompile(
     width = None if modules is None else _numbers("--modules", "D,K,V such as 2048,128,32000", modules, 3)
     if width is not None and min(width) < 1:
         raise Refusal(f"--modules must be at least 1 each, got {modules!r}")
-    if peer and not shape:
-        raise Refusal("--peer wants --shape: other libraries' kernels are those of given calls")
+    if not shape and (peer or gates != "slow"):
+        raise Refusal(f"--{'peer' if peer else 'gates'} wants --shape: what is built is what given calls launch")
     other = dict(head=head, group=group, way=way, modules=modules, chunk=chunk != 64, precision=precision != "ieee")
     taken = [n for n, given in {**other, "inverse-precision": inverse_precision != "auto"}.items() if given]
     if shape and taken:
@@ -68,7 +69,7 @@ def precompile(
 
                 names = op or [n for n, member in all_ops().items() if plain(member)]
                 given = (names, shapes(shape), dtype or ("bfloat16",), peer or ["none"])
-                made, others, why = ahead(arch, *given, jobs or None, card, heard)
+                made, others, why = ahead(arch, *given, jobs or None, card, heard, gates)
             else:
                 others, why = {}, []
                 made = build(

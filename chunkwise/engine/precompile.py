@@ -263,9 +263,10 @@ def stand_in(arch: str, name: str) -> None:
     """Begin a worker: the stand-in driver, and compilers' complaints (pages of them) into a file."""
     from triton.runtime import driver
 
-    from .fingerprint import settle
+    from .fingerprint import remember, settle
 
     settle()
+    remember()
     torch.set_num_threads(1)
     log = tempfile.TemporaryFile()
     os.dup2(log.fileno(), 2)

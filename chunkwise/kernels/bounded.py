@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .inverse import invert
-from .score import gate_parts, gate_sums, load_sets
+from .score import LOWEST, gate_parts, gate_sums, load_sets
 from .tile import chunk_place, column_sums, dense_place, load_chunk, log2_gate, store_chunk
 from .token import store_tokens, token_place
 
@@ -63,9 +63,13 @@ def score_bounded_kernel(
         b_hi, b_lo = gate_parts(b_g, TYPE)
         b_G = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK]
         p_decay = decay + (i_slot * HV + i_hv) * K
-        if GATE == tl.bfloat16:  # of 8 bits, so sums of them are exact
+        if TYPE == tl.bfloat16:  # every part has 8 bits, so that their products with 0 and 1 are exact
+            b_all = b_G
+            if not EXACT:
+                b_rest = tl.maximum(b_g.to(tl.float32), LOWEST) - b_hi.to(tl.float32) - b_lo.to(tl.float32)
+                b_all += gate_sums(b_R, b_rest.to(TYPE), b_rest.to(TYPE), True, IPG)
             o_last = tl.where(o_c == C - 1, 0, K)  # the others' rows are not stored
-            tl.store(p_decay + (o_last[:, None] + o_k[None, :]), b_G, mask=o_last[:, None] + o_k[None, :] < K)
+            tl.store(p_decay + (o_last[:, None] + o_k[None, :]), b_all, mask=o_last[:, None] + o_k[None, :] < K)
         else:
             tl.store(p_decay + o_k, column_sums(log2_gate(b_g)), mask=o_k < K)
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
