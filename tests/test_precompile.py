@@ -1,16 +1,19 @@
 """chunkwise precompile: the kernels that calls will want are in Triton's cache before there is a GPU."""
 
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
 import torch
+from crew_case import divmod_or_die
 
 from chunkwise import kernels
 from chunkwise.bench import ahead
@@ -179,19 +182,14 @@ def test_what_cannot_be_built_or_does_not_fit_is_said(monkeypatch, capsys):
     assert "2 cannot run there: k (K=16): 9 bytes of shared memory, sm_90 has 8; k (K=16): no such thing" in error
 
 
-def test_a_member_the_compiler_dies_on_is_built_alone_or_said(cache):
+def test_a_member_the_compiler_dies_on_is_built_alone_or_said():
     """A worker that is killed takes the others' work with it: that is done again."""
-    with Crew(lambda jobs: module._workers("sm_90", jobs), 2) as crew:
+    spawn = multiprocessing.get_context("spawn")  # as the compiler's workers begin, but for what they import
+    with Crew(lambda jobs: ProcessPoolExecutor(jobs, mp_context=spawn), 2) as crew:
         assert list(crew.each(divmod_or_die, [(7, 2), (0, 0), (9, 4)])) == [(3, 1), None, (2, 1)]
         assert list(crew.each(divmod_or_die, [(7, 2)])) == [(3, 1)]
         many = [(7, 2), (0, 0), (9, 4), (8, 2), (7, 3), (0, 0), (5, 2), (1, 0), (6, 4)]  # more than were under way; two die
         assert list(crew.each(divmod_or_die, many)) == [None if b == 0 else divmod(a, b) for a, b in many]
-
-
-def divmod_or_die(a: int, b: int) -> tuple[int, int]:
-    if b == 0:
-        os._exit(1)
-    return divmod(a, b)
 
 
 def test_command_builds_the_modules_too(monkeypatch, capsys):
@@ -203,7 +201,7 @@ def test_command_builds_the_modules_too(monkeypatch, capsys):
 
 
 def test_command_lists_what_it_built(cache, capsys):
-    assert call("precompile", "--op", "linear_attn", "--head", "16,16", "--way", "training", "--chunk", 16, "--jobs", 1) == 0
+    assert call("precompile", "--op", "linear_attn", "--head", "16,16", "--way", "first token", "--chunk", 16, "--jobs", 1) == 0
     out = capsys.readouterr().out
     assert "state_pass" in out and "registers" in out and "kernels for sm_90 in" in out
 
