@@ -78,24 +78,9 @@ def bfloat16_arithmetic():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_replaced_once():
-    """Triton 3.6.0's interpreter replaces its whole language by its own at every call of a function by a kernel, a third of all its time;
-    within a launch once for each module is enough, which finds nothing left to replace the second time."""
-    from triton.runtime import interpreter
+def hasty_interpreter():
+    import haste
 
-    replace, launch, met = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def replace_once(fn):
-        seen = fn.__globals__  # which grow when the first function of a module is rewritten
-        if (id(seen), len(seen)) in met:
-            return interpreter._LangPatchScope()
-        met.add((id(seen), len(seen)))
-        return replace(fn)
-
-    def afresh(self, *args, **kwargs):
-        met.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, afresh
-    yield
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace, launch
+    with pytest.MonkeyPatch.context() as patch:
+        haste.replace(patch)
+        yield
