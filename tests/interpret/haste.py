@@ -2,7 +2,7 @@
 is set."""
 
 import numpy as np
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
@@ -10,7 +10,10 @@ def replace(patch) -> None:
     """patch: pytest's MonkeyPatch."""
     patch.setattr(interpreter, "_patch_lang", once(patch))
     patch.setattr(interpreter, "_get_np_dtype", named(interpreter._get_np_dtype))
+    patch.setattr(core.block_type, "__init__", typed(core.block_type.__init__))
     patch.setattr(core.tensor, "__init__", shaped(core.tensor.__init__))
+    semantics, name = semantic.TritonSemantic, "binary_op_sanitize_overflow_impl"
+    patch.setattr(semantics, name, heard(getattr(semantics, name)))
     patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
 
 
@@ -47,12 +50,27 @@ def named(find):
     return dtype
 
 
+def typed(begin):
+    """Types of blocks of one shape share what says so, which nothing changes."""
+    known = {}
+
+    def init(self, element_ty, shape):
+        key = (element_ty.name, *[getattr(n, "value", n) for n in shape])
+        if key not in known:
+            begin(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    return init
+
+
 def shaped(begin):
-    """Blocks of one shape share what says so, which nothing changes."""
+    """The same of blocks."""
     known = {}
 
     def init(self, handle, type):
-        shape = type.shape if type.is_block() else ()
+        shape = (*type.shape,) if type.is_block() else ()
         if shape not in known:
             begin(self, handle, type)
             known[shape] = self.numel, self.shape
@@ -60,6 +78,11 @@ def shaped(begin):
         self.numel, self.shape = known[shape]
 
     return init
+
+
+def heard(check):
+    """Whether integers overflow was computed at each of their operations, for an assertion that is made under `debug` alone."""
+    return lambda self, *given: check(self, *given) if self.builder.options.debug else None
 
 
 def reduce(self, blocks):
