@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import sass  # noqa: E402
 import torch  # noqa: E402
 from cover import cover, sets  # noqa: E402
+from crew_case import afresh  # noqa: E402
 
 from chunkwise.engine import precompile as precompile_module  # noqa: E402
 from chunkwise.engine.dispatch import DIGITS  # noqa: E402
@@ -126,7 +127,8 @@ def lasting_workers():
             return idle.pop(given)
         close()  # another card's: each holds a PyTorch and a compiler
         pool = begin(*given)
-        pool.end = pool.shutdown
+        pool.end, submit = pool.shutdown, pool.submit
+        pool.submit = lambda work, *item: submit(afresh, work, *item)
 
         def wait(**_) -> None:
             if pool._broken or given in idle:
