@@ -63,13 +63,15 @@ def score_bounded_kernel(
         b_hi, b_lo = gate_parts(b_g, TYPE)
         b_G = gate_sums(b_R, b_hi, b_lo, EXACT, IPG)  # [C, BK]
         p_decay = decay + (i_slot * HV + i_hv) * K
-        if TYPE == tl.bfloat16:  # every part has 8 bits, so that their products with 0 and 1 are exact
-            b_all = b_G
-            if not EXACT:
-                b_rest = tl.maximum(b_g.to(tl.float32), LOWEST) - b_hi.to(tl.float32) - b_lo.to(tl.float32)
-                b_all += gate_sums(b_R, b_rest.to(TYPE), b_rest.to(TYPE), True, IPG)
+        if GATE == tl.bfloat16:  # of 8 bits, so sums of them are exact
             o_last = tl.where(o_c == C - 1, 0, K)  # the others' rows are not stored
-            tl.store(p_decay + (o_last[:, None] + o_k[None, :]), b_all, mask=o_last[:, None] + o_k[None, :] < K)
+            tl.store(p_decay + (o_last[:, None] + o_k[None, :]), b_G, mask=o_last[:, None] + o_k[None, :] < K)
+        elif TYPE == tl.bfloat16:  # three parts of 8 bits; in the same order in whatever layout they are
+            b_rest = tl.maximum(b_g.to(tl.float32), LOWEST) - b_hi.to(tl.float32) - b_lo.to(tl.float32)
+            b_ones = tl.full([16, C], 1.0, tl.float32).to(TYPE)
+            b_all = gate_sums(b_ones, b_rest.to(TYPE), b_hi, True, IPG) + gate_sums(b_ones, b_hi, b_lo, False, IPG)  # [16, BK], all alike
+            o_first = tl.where(tl.arange(0, 16) == 0, 0, K)
+            tl.store(p_decay + (o_first[:, None] + o_k[None, :]), b_all, mask=o_first[:, None] + o_k[None, :] < K)
         else:
             tl.store(p_decay + o_k, column_sums(log2_gate(b_g)), mask=o_k < K)
         b_k = load_chunk(k, row, sk, i_b, i_h, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
