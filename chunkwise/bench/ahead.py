@@ -47,7 +47,7 @@ def ahead(
     return made, others, why
 
 
-def _ours(op: str, shape: str, dtype: str, gates: str) -> list[Launch]:
+def _ours(op: str, shape: str, dtype: str, gates: str = "slow") -> list[Launch]:
     """What our side of a case launches under the driver of this process."""
     c = case(op, "auto", shape, dtype, gates)
 
@@ -60,7 +60,7 @@ def _ours(op: str, shape: str, dtype: str, gates: str) -> list[Launch]:
     return hear(run)
 
 
-def _theirs(name: str, op: str, shape: str, dtype: str, gates: str) -> list[Launch]:
+def _theirs(name: str, op: str, shape: str, dtype: str, gates: str = "slow") -> list[Launch]:
     """What a peer's does; or, in place of a kernel, why it has none."""
     c, module = case(op, "auto", shape, dtype, gates), library.peers()[name]
 
