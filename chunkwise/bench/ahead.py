@@ -38,7 +38,8 @@ def ahead(
         why.extend(launch.name for launch in found if not launch.module)
         return [launch for launch in found if launch.module]
 
-    asked = {(c.op, c.shape, c.dtype, gates): None for c in cases}
+    other = () if gates == "slow" else (gates,)
+    asked = {(c.op, c.shape, c.dtype, *other): None for c in cases}
     made = build(arch, _ours, list(asked), jobs, heard, card, good)
     others: dict[str, list[Built]] = {name: [] for name in peers}
     for name, dtype in product(peers, dict.fromkeys(c.dtype for c in cases)):
