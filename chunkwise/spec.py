@@ -95,6 +95,11 @@ class Raw(NamedTuple):
     eps: float = 0.0  # added to the column, or to what is divided by
 
     @property
+    def activation(self) -> str:
+        """Of raw gates, as kernels know it (kernels/ready.py); "" where gates are log decays."""
+        return "" if self.A_log is None else "softplus" if self.lower_bound is None else "bounded"
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple([getattr(self, n) for n in RAW_TENSORS])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..draw import log_decay, offsets
 from ..engine.dispatch import RECURRENT_BELOW
+from ..engine.prologue import all_raw
 from ..spec import Gate, Op, Rule, all_ops
 
 SIZES = ("B", "T", "H", "HV", "K", "V")
@@ -92,7 +93,7 @@ def case(op: str, form: str = "auto", shape: str = "S1", dtype: str = "bfloat16"
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if gates not in GATES:
         raise ValueError(f"gates must be slow, fast or raw, got {gates!r}")
-    if gates == "raw" and not _raw_options(all_ops()[op]):
+    if gates == "raw" and not all_raw(all_ops()[op]):
         raise ValueError(f"gates cannot be raw: {op} prepares nothing itself")
     N = 0
     if shape in SHAPES:
@@ -158,14 +159,10 @@ def draw(c: Case, device: torch.device, seed: int = 0) -> Inputs:
     return Inputs(x, do, S0, None if cu is None else cu.to(device), options)
 
 
-def _raw_options(op: Op) -> list[str]:
-    return [n for n in op.defaults if n.startswith("use_")]
-
-
 def _raw(c: Case, x: dict[str, Tensor]) -> dict[str, Any]:
     """Options that leave all they can to the function, and x as a layer's projections make it: keys of length sqrt(K), write strengths and
     gates of both signs, these with a time scale A of 1 to 16 and a bias of steps of 0.001 to 0.1, as Mamba-2 begins with."""
-    options: dict[str, Any] = dict.fromkeys(_raw_options(c.member), True)
+    options = all_raw(c.member)
     for n in ("q", "k"):
         x[n] = x[n] * c.K**0.5
     if "use_beta_sigmoid_in_kernel" in options:

@@ -95,10 +95,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "chunkwise::decode":
             self.seen = [{"backend": "kernels", "plan": "decode", "chunk": 0}]
-        if func.name() == "chunkwise::raw":
-            self.seen = [{"backend": "kernels", "plan": "raw", "chunk": next(x for x in args if type(x) is int)}]
-        if func.name() == "chunkwise::forward":
-            given = {**dict(zip((a.name for a in func._schema.arguments), args)), **(kwargs or {})}
+        if func.name() in ("chunkwise::forward", "chunkwise::raw"):
+            given = {"plan": "raw", **dict(zip((a.name for a in func._schema.arguments), args)), **(kwargs or {})}
             one = {"backend": "torch" if given["plan"] in TORCH else "kernels", "plan": given["plan"], "chunk": given["chunk"]}
             self.seen += [one] if one not in self.seen else []
         return func(*args, **(kwargs or {}))

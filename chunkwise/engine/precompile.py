@@ -33,6 +33,7 @@ from .dispatch import CHUNKS, INVERSES, choose, run
 from .library import BESIDE, STREAMS, resolve
 from .measured import cards
 from .plan import BACKWARD_KERNELS, KERNELS
+from .prologue import all_raw
 from .raw import made
 from .way import LOADS, WAYS, Way
 
@@ -156,7 +157,7 @@ def _call_once(op: Op, way: Way, sizes: dict[str, int], dtype: torch.dtype, pack
 
 def _raw(op: Op, x: dict[str, Tensor]) -> dict[str, Any]:
     """Options that leave to kernels what they can prepare."""
-    raw: dict[str, Any] = {n: True for n in op.defaults if n.startswith("use_")}
+    raw = all_raw(op)
     if "use_gate_in_kernel" in raw:
         heads = x["g"].shape[2:]
         raw |= {n: torch.empty(size, device="meta") for n, size in (("A_log", heads[0]), ("dt_bias", heads.numel()))}

@@ -75,17 +75,12 @@ class Problem:
     cu_seqlens_cpu: Tensor | None
     inverse: str = "auto"  # precision of the products that make T
     fixed: bool = False  # nobody asks for the gate's gradient
-    raw: Raw = NOTHING  # what layers handed over raw: see plan_triton.takes
+    raw: Raw = NOTHING  # what is still to be done to the streams by kernels: in the chunk form what `raw.prepares` says
 
     @property
     def saved(self) -> tuple[int, ...]:
         """Shape of the states that the torch plan's forward keeps for its backward: the one before each part."""
         return (self.parts, self.N, self.HV, self.K, self.V)
-
-    @property
-    def normed(self) -> bool:
-        """Whether scans read raw keys, which what is left of each token brings to unit length."""
-        return self.raw.norm and self.rule is Rule.DELTA and self.gate is not Gate.KEY
 
     @property
     def compute(self) -> torch.dtype:

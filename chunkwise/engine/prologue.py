@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..spec import Op
 
 
 def activate_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
@@ -28,6 +31,11 @@ def activate_strength(beta: Tensor, factor: float = 1.0) -> Tensor:
     """factor sigmoid(beta), in float32 (float64 if beta is)."""
     beta = torch.sigmoid(beta if beta.dtype == torch.float64 else beta.float())
     return beta if factor == 1.0 else factor * beta
+
+
+def all_raw(op: Op) -> dict[str, Any]:
+    """Options that leave to the member's function all that it can prepare; raw gates want A_log besides."""
+    return {n: True for n in op.defaults if n.startswith("use_")}
 
 
 NORMALIZED = ("q", "k", "p")  # by use_qk_l2norm_in_kernel, where a member has them

@@ -193,8 +193,8 @@ def readied(p: Problem, x: Streams) -> tuple[Problem, Streams]:
     if raw.norm_erase:
         x = x._replace(**{n: unit(t) for n, t in (("a", x.a), ("e", x.e)) if t is not None})
     if raw.A_log is not None:
-        bias, kind = None if raw.dt_bias is None else raw.dt_bias.contiguous(), "softplus" if raw.lower_bound is None else "bounded"
-        x = x._replace(g=gate.forward(given(x.g), raw.A_log.contiguous(), bias, kind, raw.lower_bound or 0.0))
+        bias = None if raw.dt_bias is None else raw.dt_bias.contiguous()
+        x = x._replace(g=gate.forward(given(x.g), raw.A_log.contiguous(), bias, raw.activation, raw.lower_bound or 0.0))
     if raw.sigmoid:
         x = x._replace(beta=gate.forward(given(x.beta), None, None, "sigmoid", raw.strength))
     return replace(p, raw=NOTHING), x

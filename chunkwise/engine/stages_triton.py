@@ -325,7 +325,7 @@ def scan(
         DELTA=delta, LOW_RANK=low_rank, ERASE=x.e is not None, BEFORE=p.before, USE_BETA=x.beta is not None, INITIAL=S0 is not None,
         SCALED=reverse and scaled(p), FINAL=made.ST is not None and (not ends or p.cu_seqlens is not None),
         OUTPUT=output, CARRIED=made.carried is not None and not ends, ENDS=ends, PARTED=parts, REVERSE=reverse, STORE=store, TURNED=turned,
-        ACROSS=turned and p.gate is Gate.HEAD and same, TMA=tma, TOKENS=tokens is not None, NORM=p.normed,
+        ACROSS=turned and p.gate is Gate.HEAD and same, TMA=tma, TOKENS=tokens is not None, NORM=p.raw.norm,
         **switches(p) | (dict(GATE="key") if key else {}), config=c,
     )  # fmt: skip
     return made

@@ -23,7 +23,7 @@ def token_room(p: Problem, at: Index, device: torch.device) -> Tensor | None:
     """
     if p.rule is not Rule.DELTA or p.gate not in (Gate.NONE, Gate.SCALAR, Gate.KEY) or p.dtype == torch.float32 or p.erase or p.before:
         return None
-    kinds = (KINDS.value if p.gate is Gate.SCALAR else 1) + p.normed
+    kinds = (KINDS.value if p.gate is Gate.SCALAR else 1) + p.raw.norm
     return torch.empty(at.slots, p.HV, kinds, p.C, dtype=torch.float32, device=device)
 
 
@@ -65,8 +65,7 @@ def inverse(p: Problem, x: Streams, at: Index, into: Tensor | None = None, token
 def ready(p: Problem, unused: Tensor) -> tuple[tuple[Tensor, ...], tuple[float, float], dict[str, object]]:
     """What kernels that prepare raw streams are told: tensors, numbers, switches (kernels/ready.py)."""
     raw = p.raw
-    kind = "" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded"
-    on = dict(NORM=raw.norm, RAW=kind, BIAS=raw.dt_bias is not None, SIGMOID=raw.sigmoid)
+    on = dict(NORM=raw.norm, RAW=raw.activation, BIAS=raw.dt_bias is not None, SIGMOID=raw.sigmoid)
     return (dense(raw.A_log, unused), dense(raw.dt_bias, unused)), (raw.lower_bound or 0.0, raw.strength), on
 
 

@@ -78,7 +78,7 @@ def recurrent(p: Problem, x: Streams, s: States, raw: Raw = NOTHING) -> Tensor:
         USE_BETA=x.beta is not None, PACKED=p.cu_seqlens is not None, V_FIRST=s.v_first, INITIAL=s.first is not None,
         FINAL=s.last is not None and s.into is None, INDEXED=s.slots is not None, EACH=s.into is not None,
         ACCEPTED=s.accepted is not None, TREE=s.parents is not None, NORM=raw.norm, NORM_A=raw.norm_erase,
-        RAW="" if raw.A_log is None else "softplus" if raw.lower_bound is None else "bounded", BIAS=raw.dt_bias is not None,
+        RAW=raw.activation, BIAS=raw.dt_bias is not None,
         SIGMOID=raw.sigmoid, TIME=raw.rate is not None, SOFTPLUS=raw.softplus, SKIP=raw.skip is not None, KEYS=raw.keys,
         ERASES=raw.erases, WRITES=raw.writes is not None, ROWS=many, COLUMN=raw.memory, CENTRE=raw.centre is not None,
         ONE=one, MEET=s.odd or p.V % (16 // s.size) != 0 or o.element_size() > s.size,
