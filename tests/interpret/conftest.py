@@ -56,8 +56,11 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def bfloat16_arithmetic():
-    """Triton 3.6.0's interpreter multiplies and adds the bits of bfloat16 as integers; here they are widened first."""
+    """Triton 3.6.0's interpreter multiplies and adds the bits of bfloat16 as integers; here they are widened first. It cuts fp32 off where
+    cards round to the nearest, and to the even one of two."""
+    import numpy as np
     from triton import language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
     dot, add = InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd
@@ -72,9 +75,22 @@ def bfloat16_arithmetic():
         made = add(self, *wide(self, a, b))
         return self.cast_impl(made, tl.bfloat16) if a.dtype.scalar == tl.bfloat16 else made
 
-    InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd = widened_dot, widened_add
-    yield
-    InterpreterBuilder.create_dot, InterpreterBuilder.create_fadd = dot, add
+    convert = interpreter._convert_float
+
+    def rounded(x, source, target, mode):
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (x.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(x, source, target, mode)
+        bits = np.ascontiguousarray(x).view(np.uint32).reshape(x.shape)
+        near = bits + 0x7FFF + (bits >> 16 & 1)
+        return (np.where(np.isnan(x), bits | 0x400000, near) >> 16).astype(np.uint16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", widened_dot)
+        patch.setattr(InterpreterBuilder, "create_fadd", widened_add)
+        patch.setattr(interpreter, "_convert_float", rounded)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
