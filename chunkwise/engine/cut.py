@@ -77,7 +77,7 @@ def longest(rule: Rule, B: int, T: int, HV: int, K: int, V: int, *, packed: bool
     return T // long(rule, HV, K, V) if packed else B
 
 
-def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
+def split(gate: Gate, rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
     """Pieces of a long sequence: enough for two programs a multiprocessor where one sample's heads are too few.
 
     A sample is cut by its own length and heads, never by its batch's size: a cut adds in another order, and a sample's bits must not
@@ -86,6 +86,8 @@ def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
     Measured on an H200, K=V=128, bf16, forward and forward with backward in ms: T=32768, H=32: DeltaNet 0.88 3.06, GDN 1.10 3.55, KDA 1.64
     7.00 (whole 2.02 8.30); H=48 in 5 pieces DeltaNet 1.46 5.05 (whole 1.89 6.62); T=16384, H=64 in 4 DeltaNet 0.98 3.32 (whole 1.00 3.69);
     T=8192, H=8 in 16 DeltaNet 0.133 0.349, GDN 0.144 0.411, KDA 0.196 0.643; linear attention in 8 0.136 with backward, in 16 0.150.
+    T=32768, H=32 in 7 pieces and in 8: KDA 1.503 5.49, 1.545 5.42; RWKV-7 2.91 10.50, 2.975 10.45; DeltaNet 0.740 2.86, 0.761 2.76; with
+    H=24 all lose in 7: KDA 1.239 4.50, 1.215 4.31.
     """
     if T < long(rule, HV, K, V) or rule is not Rule.ADD and K > 128:  # a map [K, K] in fp32 has to fit the shared memory of `carry`
         return WHOLE
@@ -99,6 +101,9 @@ def split(rule: Rule, T: int, HV: int, K: int, V: int) -> Cut:
         return even(8)
     if rule is Rule.ADD:  # four of 2 units side by side; most of what a first scan need not read lies at the ends
         return Cut((2, 1, 1, 1, 1, 2)) if programs <= places // 4 else WHOLE
-    if programs <= places // 4:  # four of 5 units side by side, and without the first or the last piece four of 4
+    if programs <= places // 4:
+        if programs > 56 and (gate is Gate.KEY or rule is Rule.DPLR):  # maps cost more: fewer of them, of pieces more alike side by side
+            return Cut((9, 6, 3, 1, 3, 6, 9))
+        # four of 5 units side by side, and without the first or the last piece four of 4
         return Cut((4, 3, 2, 1, 1, 2, 3, 4))
     return even(2 * places // programs) if programs <= places // 2 else WHOLE

@@ -58,7 +58,7 @@ def saved_entries(
 ) -> tuple[int, int]:
     """What the forward pass leaves to the backward, in numbers of q's dtype: matrices of chunks, and states and maps of pieces (fp32)."""
     aside = gate is not Gate.VALUE and side_by_side(gate, rule, dtype, B, HV, K, V, packed=packed)
-    cut = stages.split(rule, T, HV, K, V) if aside else stages.WHOLE
+    cut = stages.split(gate, rule, T, HV, K, V) if aside else stages.WHOLE
     pieces = sum(carried_entries(cut, rule, longest(rule, B, T, HV, K, V, packed=packed), HV, K, V))
     return kept(gate, rule, bonus) * B * T * HV * C, pieces * 4 // dtype.itemsize
 

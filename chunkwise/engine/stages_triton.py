@@ -198,7 +198,7 @@ class Scan(NamedTuple):
 
 def cut(p: Problem) -> Cut:
     """The pieces that the problem's long sequences are scanned in."""
-    return split(p.rule, p.T, p.HV, p.K, p.V)
+    return split(p.gate, p.rule, p.T, p.HV, p.K, p.V)
 
 
 def binary(p: Problem) -> tuple[Problem, float]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .ready import over_length, ready_gate, ready_strength
 from .tile import chunk_place, decay_sums, dense_place, early_sums, load_chunk, load_gate, load_strength, pair_decay
-from .token import BETA, last_kind, store_tokens, token_place
+from .token import BETA, last_kind, store_left, store_tokens, token_place
 
 
 @triton.jit
@@ -195,8 +195,13 @@ def inverse_kernel(
         if ERASE:
             b_e = load_chunk(e, row, sk, i_b, i_hv // GROUP, t, o_c, i_k * BK, L, K, C, BK, TMA)  # [C, BK]
         b_M = tl.dot(b_e, tl.trans(b_k), b_M, input_precision=IP)
+    LEAVES: tl.constexpr = TOKENS and GATE == "scalar"
+    b_square = 1.0
+    if LEAVES or NORM:
+        b_square = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_M, 0.0), 1)  # [C]
     if NORM:
-        b_rk = over_length(tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_M, 0.0), 1))
+        b_rk = over_length(b_square)
+        b_square = 1.0  # of what is made of them
         b_rq = tl.load(lengths + (row + o_c) * (HV // GROUP) + i_hv // GROUP, mask=m_c, other=0.0)  # [C]
         b_M *= b_rk[:, None] * b_rk[None, :]
     m_low = o_c[:, None] > o_c[None, :]
@@ -224,6 +229,8 @@ def inverse_kernel(
             store_tokens(p_t, tl.where(m_c, tl.div_rn(1.0, b_rk), 0.0), b_G, o_c, C, GATE)
         else:
             store_tokens(p_t, b_beta, b_G, o_c, C, GATE)
+        if LEAVES:
+            store_left(p_t, b_G, b_beta, b_square, o_c, C)
     b_T = invert(-b_M, IPT)  # [C, C]
     if NORM:  # read once more: they would wait in registers, of which a program of one warp has few
         tl.debug_barrier()

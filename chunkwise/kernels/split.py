@@ -7,13 +7,19 @@ What a piece makes of its first state is affine and known without it. With the s
 A first scan (kernels/state_pass.py with ENDS) finds A and B of all pieces but the last, of the first its last state; the kernel here goes
 from piece to piece; a second scan starts from the true first states. Backwards, dS_first' = dS_last' A + B' with the same A, so the maps of
 the first and of the last piece are never needed; and what is first there is scanned for good at once, since the first scan leaves nothing
-out but what it would write. Nothing else is left out, whatever the gates.
+out but what it would write.
+
+Of a piece that forgets more than 2^LOST nothing is asked of what it makes of another state, and its last state is what its last chunks make
+that forget as much (under gates a token, see LEFT in token.py): of a state of 2^16 the rest is below the smallest number of fp32.
 """
 
 import triton
 import triton.language as tl
 
 from .inverse import halved_product
+from .token import LEFT, token_place
+
+LOST = tl.constexpr(176.0)  # log2
 
 
 @triton.jit
@@ -50,6 +56,22 @@ def begins(lengths, pieces):
         n += (lengths >> (4 * i)) & 15
         bits |= tl.cast(1, tl.int64) << n
     return bits
+
+
+@triton.jit
+def last_asked(tokens, i_slot, i_hv, HV, c_0, c_end, C: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr):
+    """The last of chunks c_0 ... c_end - 1 that forgets 2^LOST with those after it (c_0: none does), and whether all of them do together.
+    tokens: of token.py; i_slot: of chunk 0."""
+    N: tl.constexpr = 128
+    c_last = c_0
+    b_left = 0.0
+    for i in range(tl.cdiv(c_end - c_0, N)):
+        o = c_end - 1 - i * N - tl.arange(0, N)
+        b_n = tl.load(token_place(tokens, i_slot + o, i_hv, HV, C, GATE, NORM) + LEFT * C, mask=o >= c_0, other=0.0)  # [N]
+        b_sum = b_left + tl.cumsum(b_n, 0)
+        c_last = tl.maximum(c_last, tl.max(tl.where((b_sum < -LOST) & (o >= c_0), o, c_0), 0))
+        b_left += tl.sum(b_n, 0)
+    return c_last, b_left < -LOST
 
 
 @triton.jit(do_not_specialize=["HV", "pieces"])

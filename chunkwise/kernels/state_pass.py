@@ -25,7 +25,7 @@ import triton.language as tl
 from . import token
 from .inverse import parts as two_parts
 from .pair import pairs, scores
-from .split import begins, four_bits, joined, units
+from .split import begins, four_bits, joined, last_asked, units
 from .tile import NEAR, decay_sums, early_sums, load_chunk, load_gate, load_strength, mask2, shared_strength, start, store_chunk, whole
 from .token import token_place, token_scores
 
@@ -78,6 +78,7 @@ def state_pass_kernel(
     # A head's gate is every token's, and summed as those are: what a token's number alone makes, Triton makes once more in every layout
     SPREAD: tl.constexpr = GATE == "head" and WIDE
     GIVEN: tl.constexpr = "scalar" if SPREAD else GATE
+    FORGETS: tl.constexpr = ENDS and DELTA and TOKENS and GATE == "scalar" and not REVERSE  # see LOST in split.py
     MAP: tl.constexpr = ENDS and CORRECTS and not REVERSE  # further blocks: the columns of what the piece makes of a state
     NV: tl.constexpr = (V + BV - 1) // BV
     NB: tl.constexpr = NV + (K + BV - 1) // BV if MAP else NV
@@ -127,6 +128,12 @@ def state_pass_kernel(
         c_end = NC
     if MAP:
         c_end = tl.where((i_j == 0) & (i_v >= NV), c_0, c_end)  # nobody asks what the first piece makes of another state
+    met = True  # what the piece makes of another state is not forgotten
+    if FORGETS:
+        c_last, gone = last_asked(tokens, slot, i_hv, HV, c_0, c_end, C, GATE, NORM)
+        met = tl.where(i_v < NV, c_last == c_0, not gone)
+        c_end = tl.where(gone & (i_v >= NV), c_0, c_end)
+        c_0 = tl.where(i_v < NV, c_last, c_0)
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
     # sums of many tokens leave fp16's range where what is read of them does not: they are read with the scale, or as much of it as leaves
     # small ones their digits
@@ -150,7 +157,7 @@ def state_pass_kernel(
     i_end = (i_cut.to(tl.int64) * (pieces - 1) + i_j) * HV + i_hv  # of what the piece leaves
     b_S = tl.zeros([BV, BK], tl.float32)  # the first state; branches here make ptxas run the loop's products one by one
     if INITIAL:
-        b_S = tl.load(S0 + i_nh * K * V + o_S, mask=m_vk & (i_j == 0), other=0.0).to(tl.float32)
+        b_S = tl.load(S0 + i_nh * K * V + o_S, mask=m_vk & (i_j == 0) & met, other=0.0).to(tl.float32)
         if REVERSE and not CORRECTS:
             b_S /= rest
     b_first = tl.zeros([BV, BK], tl.float32)  # PARTED: what a piece began with; b_S is what it has added, b_kept what is left of the first
@@ -159,7 +166,7 @@ def state_pass_kernel(
         if not PARTED:
             b_S += b_first
     if MAP:
-        b_S += tl.where(o_v[:, None] == o_k[None, :] + NV * BV, 1.0, 0.0)  # in the further blocks, where v is 0
+        b_S += tl.where((o_v[:, None] == o_k[None, :] + NV * BV) & met, 1.0, 0.0)  # in the further blocks, where v is 0
     if (ENDS and not CORRECTS) or (PARTED and KEY):
         b_kept = tl.full([BK], 1.0, tl.float32)
     elif PARTED:

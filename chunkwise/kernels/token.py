@@ -8,6 +8,9 @@ more than a product.
 
 Between tokens of a chunk e^(G_i - G_j) is a product of factors, e^G_i e^-G_j, where the reader keeps more than 2^NEAR of the chunk's
 first state. That is decided for each reader by its own G, so that no later token changes its bits.
+
+LEFT is of the whole chunk: log2 of a bound on the norm of what it makes of a state. A token multiplies that by e^g (I - beta k k'), whose
+norm is e^g max(1, |1 - beta |k|^2|).
 """
 
 import triton
@@ -21,7 +24,8 @@ END = tl.constexpr(2)  # e^(G_C - G)
 READ = tl.constexpr(3)  # e^G, or 1 where that is no factor
 BACK = tl.constexpr(4)  # e^-G, or 1 well beyond where a reader's is a factor: a later sum may be larger, by a rounding
 SUM = tl.constexpr(5)  # G
-KINDS = tl.constexpr(6)
+LEFT = tl.constexpr(6)  # one number, see above
+KINDS = tl.constexpr(7)
 ALL_NEAR = tl.constexpr(2.0**-99.5)  # of e^(G_C): above it no token is far, rounding included
 
 
@@ -51,6 +55,14 @@ def store_tokens(p_t, b_beta, b_G, o_c, C: tl.constexpr, GATE: tl.constexpr):
         tl.store(p_t + READ * C, tl.where(m_near, b_start, 1.0))
         tl.store(p_t + BACK * C, tl.where(b_G > NEAR - 1.0, tl.exp2(-b_G), 1.0))
         tl.store(p_t + SUM * C, b_G)
+
+
+@triton.jit
+def store_left(p_t, b_G, b_beta, b_square, o_c, C: tl.constexpr):
+    """G, beta, |k|^2: [C]. NaN stays NaN."""
+    b_grown = tl.abs(1.0 - b_beta * b_square)
+    b_left = tl.log2(tl.where(b_grown <= 1.0, 1.0, b_grown)) + tl.where(o_c == C - 1, b_G, 0.0)
+    tl.store(p_t + LEFT * C, tl.sum(b_left, 0))
 
 
 @triton.jit

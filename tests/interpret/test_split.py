@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 from gate_case import double, draw, posed
 
 from chunkwise.engine import chunk, plan_triton, stages_triton, stages_triton_grad
 from chunkwise.engine import cut as cuts
 from chunkwise.engine.cut import WHOLE, Cut, even
 from chunkwise.engine.library import _fake_forward
+from chunkwise.kernels import split
 from chunkwise.spec import Gate, Rule, Streams
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,7 +92,7 @@ def test_pieces_of_packed_sequences(monkeypatch, gate, rule):
 def test_a_long_sequence_has_its_own_bits_when_packed(monkeypatch, gate, rule):
     """It is cut by its own length, whatever lies before and after it; and not at all where it is short."""
     monkeypatch.setattr(cuts, "LONG", 40)
-    monkeypatch.setattr(stages_triton, "split", lambda rule, T, *sizes: even(3) if T >= 40 else WHOLE)
+    monkeypatch.setattr(stages_triton, "split", lambda gate, rule, T, *sizes: even(3) if T >= 40 else WHOLE)
     monkeypatch.setattr(stages_triton_grad, "ENOUGH", 1)
     ends, x = [0, 7, 7, 52, 92], draw(gate, rule, B=1, T=92, H=1)
     p = posed(x, gate, rule, cu=torch.tensor(ends, dtype=torch.int32))
@@ -163,3 +165,40 @@ def test_tracing_knows_how_much_is_kept(monkeypatch, gate, rule, cu):
     switches = (gate.value, rule.value, "triton", 16, 1.0, "ieee", False, True)
     traced = _fake_forward(*x, None, cu, None, *switches)[2]
     assert traced.shape == saved.shape and traced.dtype == saved.dtype
+
+
+@pytest.mark.parametrize("cu", [None, [0, 9, 217]], ids=["dense", "packed"])
+@pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
+def test_what_a_piece_forgets_is_not_asked_and_changes_no_bit(monkeypatch, cu, raw):
+    """208 tokens in pieces of 5, 3 and 5 chunks; gates of 5.8 bits a token leave nothing after two chunks."""
+    monkeypatch.setattr(cuts, "LONG", 40)
+    monkeypatch.setattr(stages_triton, "split", lambda *sizes: Cut((5, 3, 5)))
+    x = draw(Gate.SCALAR, Rule.DELTA, B=1, T=208 if cu is None else 217, H=2, n=2, dtype=torch.float16, strong=5.0)
+    x.g[..., 1] *= 0.01  # a head that keeps all
+    p = posed(x, Gate.SCALAR, Rule.DELTA, cu=None if cu is None else torch.tensor(cu, dtype=torch.int32))
+    p = replace(p, raw=p.raw._replace(norm=raw))
+    torch.manual_seed(1)
+    S0, first = torch.randn(p.N, p.HV, p.K, p.V), 0 if cu is None else cu[1]
+    made = lambda x, S0: plan_triton.forward(p, x, S0, final=True, save=False)[:2]
+    o, ST = made(x, S0)
+    monkeypatch.setattr(split, "LOST", tl.constexpr(1e9))
+    for ours, theirs in zip((o, ST), made(x, S0)):
+        assert torch.equal(ours, theirs)
+    monkeypatch.undo()
+    monkeypatch.setattr(cuts, "LONG", 40)
+    monkeypatch.setattr(stages_triton, "split", lambda *sizes: Cut((5, 3, 5)))
+    x.v[:, first] = S0[-1] = float("nan")  # a mark
+    o, ST = made(x, S0)
+    lost = o[0, first:].isnan().all(2)  # [208, HV]
+    assert lost[:80].all() and not lost[80:, [0, 2, 3]].any() and lost[:, 1].all()
+    assert ST[-1].isnan().all((1, 2)).tolist() == [False, True, False, False]
+
+
+def test_long_keys_may_bring_back_what_gates_forget(monkeypatch):
+    """|1 - beta |k|^2| is 8 here: 3 bits a token more than the gates' 2 take away."""
+    monkeypatch.setattr(cuts, "LONG", 40)
+    monkeypatch.setattr(stages_triton, "split", lambda *sizes: Cut((5, 3, 5)))
+    x = draw(Gate.SCALAR, Rule.DELTA, B=1, T=208, H=1, dtype=torch.float16)
+    x = x._replace(k=3 * x.k, beta=torch.ones_like(x.beta), g=torch.full_like(x.g, -1.386))
+    x.v[:, 0] = float("nan")
+    assert plan_triton.forward(posed(x, Gate.SCALAR, Rule.DELTA), x, None, final=False, save=False)[0].isnan().all()

@@ -282,6 +282,7 @@ def test_gates_that_come_later_in_a_chunk_change_no_bits(rule, later):
 def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
     x = streams(Gate.SCALAR, Rule.DELTA, torch.float16, B=1)
     x.g[:, 20:24] = -40.0  # in log2 units 58 a token: beyond reach from the second of them on
+    x.k[:, :6] *= 2  # what 1 - beta |k|^2 multiplies grows
     p = asked(x, Gate.SCALAR, Rule.DELTA, cu_seqlens=None if cu is None else torch.tensor(cu))
     at = stages_triton.index(p)
     room = stages_triton_inverse.token_room(p, at, x.q.device).fill_(float("nan"))
@@ -299,6 +300,14 @@ def test_inverse_leaves_what_the_scans_ask_of_each_token(cu):
         rounded = torch.finfo(torch.float32).eps * float(G.abs().max().clamp(min=1.0))  # of a sum, in an exponent
         for kind, wanted in rows.items():
             torch.testing.assert_close(left[:, kind.value].double(), wanted.double(), rtol=rounded, atol=torch.finfo(torch.float32).tiny)
+        k = x.k[0, row : row + L].double().repeat_interleave(p.HV // p.H, 1).transpose(0, 1)  # [HV, L, K]
+        step = torch.eye(p.K, dtype=torch.float64) - beta[:, :L, None, None] * k[..., :, None] * k[..., None, :]
+        log2 = torch.linalg.matrix_norm(step, 2).log2().sum(1) + G[:, -1]
+        torch.testing.assert_close(left[:, token.LEFT.value, 0].double(), log2, rtol=rounded, atol=16 * rounded)
+        made = step[:, 0]
+        for t in range(1, L):
+            made = step[:, t] @ made
+        assert (torch.linalg.matrix_norm(made, 2).log2() + G[:, -1] <= log2 + rounded).all()
 
 
 @triton.jit
